@@ -19,9 +19,9 @@ import yaml
 from benchmarks import harness
 from benchmarks.harness import END_SECONDS, ROOT
 from local_runner import spec
-from local_runner.directory import read_nodes
 from local_runner.processes import MARK
 from services.core.files import read_records
+from services.run_page.directory import Run
 
 JOB_GROUP = ROOT / "jobgroup.yaml"
 RUN_ID = "benchmark"
@@ -65,7 +65,7 @@ class Job:
 
     def url(self, node: str, port: int) -> str | None:
         """Return the URL of a node's port; None before the local runner has given addresses."""
-        nodes = read_nodes(self.run_dir)
+        nodes = Run(self.run_dir).nodes
         return f"http://{nodes.endpoints[f'{node}:{port}']}" if nodes else None
 
     def get(self, node: str, port: int, path: str) -> httpx.Response | None:

@@ -5,11 +5,11 @@ A run that is under way, or may be on another machine, is never removed.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner import directory
-from local_runner.directory import RUNS, grpo_command
+from local_runner.launch import grpo_command
 from local_runner.spec import seconds
 from local_runner.view import duration
 from services.core.errors import ConfigurationError
+from services.run_page.directory import RUNS, Run, all_runs, find_run
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
@@ -48,131 +48,95 @@ def main(
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """List runs with their sizes, and remove some."""
 
-    console = Console()
-    has_rule = keep is not None or bool(older_than)
+    console, has_rule = Console(), keep is not None or bool(older_than)
+    if runs and has_rule:
+        raise ConfigurationError("give either runs or --keep and --older-than")
     if not runs and not has_rule:
         if keep_model:
             raise ConfigurationError("--keep-model needs runs to clean: name them, or give --keep 0 for all")
-        _list_runs(console, below)
+        _print_runs(console, [*map(Listed, all_runs(below))])
+        place = [] if below == RUNS else ["--runs", str(below)]
+        hint = " RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
+        console.print(shlex.join([grpo_command(), "clean", *place]) + hint, highlight=False, soft_wrap=True)
         return
-    if runs and has_rule:
-        raise ConfigurationError("give either runs or --keep and --older-than")
-    if runs:
-        chosen = [Listed.of(path) for path in dict.fromkeys(directory.find_run(name, below) for name in runs)]
-    else:
-        chosen = select(directory.all_runs(below), keep, older_than)
-    confirm = typer.confirm if not yes and sys.stdin.isatty() else None
-    remove(console, chosen, named=bool(runs), keep_model=keep_model, confirm=confirm)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A run with its size in bytes, and the time of its newest file."""
-
-    path: Path
-    size: int
-    written: float
-    under_way: str | None
-    """The reason why the run is or may be under way; None when it is over."""
-
-    @classmethod
-    def of(cls, path: Path) -> Listed:
-        """Measure the run at ``path``."""
-        size, written = directory.usage(path)
-        return cls(path, size, written, directory.under_way(path, written))
-
-
-def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[Listed]:
-    """Return the ``runs``, the newest first, that are not among the newest ``keep`` and are older than the given age.
-
-    Raises:
-        ConfigurationError: ``older_than`` is not an age.
-    """
-    try:
-        limit = time.time() - seconds(older_than) if older_than else float("inf")
-    except ValueError as error:
-        raise ConfigurationError(f"--older-than {older_than}: {error}") from error
-    return [run for run in map(Listed.of, runs[keep or 0 :]) if run.written < limit]
-
-
-def _list_runs(console: Console, below: Path) -> None:
-    """Print a table of the runs in ``below``, their total size, and the command that removes some."""
-    runs = [Listed.of(path) for path in directory.all_runs(below)]
-    if not runs:
-        console.print(f"there is no run below {below}/")
-        return
-    _table(console, runs)
-    command = " ".join([grpo_command(), "clean", *(["--runs", str(below)] if below != RUNS else [])])
-    hint = f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
-    console.print(hint, highlight=False, soft_wrap=True)
-
-
-def remove(
-    console: Console, chosen: list[Listed], *, named: bool, keep_model: bool, confirm: Callable[[str], bool] | None
-) -> None:
-    """Remove runs, except those that are or may be under way.
-
-    Args:
-        console: for the messages.
-        chosen: the runs.
-        named: whether each was named, so that a run under way is an error.
-        keep_model: remove only the checkpoints and policy versions, and those only of runs that have a model.
-        confirm: asks the question that it is given; None: remove without asking.
-
-    Raises:
-        ConfigurationError: a named run is under way, or a run cannot be removed.
-    """
-    ended = []
-    for run in chosen:
-        reason = run.under_way
-        if keep_model and not (run.path / "model").exists():
-            reason = reason or "it has no model/, and could only be resumed"
-        if reason is None:
-            ended.append(run)
-        elif named:
-            raise ConfigurationError(f"{run.path} is not removed: {reason}")
-        else:
-            console.print(f"{run.path} is not removed: {reason}", style="yellow", soft_wrap=True, highlight=False)
+    chosen = [find_run(name, below) for name in runs or ()] or all_runs(below)[keep or 0 :]
+    limit = time.time() - _age(older_than) if older_than else float("inf")
+    old = [one for one in map(Listed, {run.path: run for run in chosen}.values()) if one.written < limit]
+    ended = [*_ended(console, old, named=bool(runs), keep_model=keep_model)]
     if not ended:
         console.print("nothing to remove")
         return
-    if confirm is not None:
-        _table(console, ended)
+    if not yes and sys.stdin.isatty():
+        _print_runs(console, ended)
         parts = "the checkpoints and policy versions of these runs, which then cannot be resumed"
-        if not confirm(f"Remove {parts if keep_model else 'these runs, with models and checkpoints'}?"):
+        if not typer.confirm(f"Remove {parts if keep_model else 'these runs, with models and checkpoints'}?"):
             return
-    for run in ended:
-        _remove(run, [run.path / name for name in PARTS] if keep_model else [run.path])
-        left = directory.usage(run.path)[0] if keep_model else 0
-        what = f"{' and '.join(PARTS)} of {run.path}" if keep_model else str(run.path)
-        console.print(f"removed {what}, {decimal(run.size - left)}", soft_wrap=True, highlight=False)
-        if (groups := run.path / GROUPS).exists():
-            size = decimal(directory.usage(groups)[0])
-            console.print(
-                f"kept {groups}, {size}, for `grpo groups`; remove it by hand", soft_wrap=True, highlight=False
-            )
+    for one in ended:
+        _remove(console, one, keep_model=keep_model)
 
 
-def _remove(run: Listed, folders: list[Path]) -> None:
-    """Remove directories of a run while its lock keeps runners out."""
+class Listed:
+    """A run with its size in bytes, and the time of its newest file."""
+
+    def __init__(self, run: Run) -> None:
+        """Measure the run."""
+        self.run, self.path = run, run.path
+        self.size, self.written = run.usage()
+
+
+def _age(text: str) -> float:
     try:
-        with directory.locked(run.path):
-            for folder in filter(Path.exists, folders):
-                shutil.rmtree(folder)
+        return seconds(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--older-than {text}: {error}") from error
+
+
+def _ended(console: Console, chosen: list[Listed], *, named: bool, keep_model: bool) -> Iterator[Listed]:
+    """Yield the runs that may be removed, or with ``keep_model`` cleaned; print why others may not.
+
+    Raises:
+        ConfigurationError: a run that was named may not.
+    """
+    for one in chosen:
+        reason = one.run.under_way(one.written)
+        if keep_model and not (one.path / "model").exists():
+            reason = reason or "it has no model/, and could only be resumed"
+        if reason is None:
+            yield one
+        elif named:
+            raise ConfigurationError(f"{one.path} is not removed: {reason}")
+        else:
+            console.print(f"{one.path} is not removed: {reason}", style="yellow", soft_wrap=True, highlight=False)
+
+
+def _remove(console: Console, one: Listed, *, keep_model: bool) -> None:
+    """Remove a run, or its PARTS, while its lock keeps runners out; print what was removed, and what is kept."""
+    try:
+        with one.run.locked():
+            for folder in [one.path / name for name in PARTS] if keep_model else [one.path]:
+                if folder.exists():
+                    shutil.rmtree(folder)
     except OSError as error:
-        raise ConfigurationError(f"{run.path} cannot be removed: {error}") from error
+        raise ConfigurationError(f"{one.path} cannot be removed: {error}") from error
+    left = one.run.usage()[0] if keep_model else 0
+    what = f"{' and '.join(PARTS)} of {one.path}" if keep_model else str(one.path)
+    console.print(f"removed {what}, {decimal(one.size - left)}", soft_wrap=True, highlight=False)
+    if (groups := one.path / GROUPS).exists():
+        kept = f"kept {groups}, {decimal(one.run.usage(GROUPS)[0])}, for `grpo groups`; remove it by hand"
+        console.print(kept, soft_wrap=True, highlight=False)
 
 
-def _table(console: Console, runs: list[Listed]) -> None:
+def _print_runs(console: Console, runs: list[Listed]) -> None:
+    """Print a table of runs, and their total size."""
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "size", "last written"):
         table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
-    for run in runs:
-        ago = f"{duration(max(time.time() - run.written, 0))} ago"
-        table.add_row(run.path.name, directory.state_of(run.path), decimal(run.size), ago)
+    for one in runs:
+        ago = f"{duration(max(time.time() - one.written, 0))} ago"
+        table.add_row(one.run.name, one.run.state, decimal(one.size), ago)
     console.print(table)
-    console.print(f"number of runs: {len(runs)}, size: {decimal(sum(run.size for run in runs))}", highlight=False)
+    console.print(f"number of runs: {len(runs)}, size: {decimal(sum(one.size for one in runs))}", highlight=False)

@@ -22,8 +22,9 @@ from rich.text import Text
 from typer import Exit, Option
 
 from local_runner import checks, nodes, spec
+from local_runner.launch import Launch
 from local_runner.plan import Plan
-from local_runner.run import Env, EnvFiles, NumNodes, Secrets, SharedDir, read_group
+from local_runner.run import Env, EnvFiles, NumNodes, Secrets, SharedDir
 from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
@@ -168,7 +169,7 @@ def _of_job_group(
 ) -> Iterator[Row]:
     """Yield the results of a dry run's checks, up to one on which the others depend."""
     try:
-        group, _, _ = read_group(path, env, env_file, secret, num_nodes, small=False)
+        group, _ = Launch(path, env, env_file, secret, num_nodes).group()
         with nodes.allocate(group, own_hosts=None) as addresses:
             gpus, mark = machine.visible_gpus(), f"doctor-{uuid.uuid4().hex}"
             run = nodes.Run(group, nodes.new_run_id(group), shared_dir, addresses, gpus, mark)

@@ -5,14 +5,13 @@ docs/guides/forking.md has examples.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import sqlite3
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,23 +20,18 @@ from typing import Annotated, Any
 
 import orjson
 import typer
+from rich.console import Console
 from rich.filesize import decimal
 
-from local_runner import directory
-from local_runner.processes import running
-from local_runner.spec import env_files
-from local_runner.summary import Launch
+from local_runner.launch import FILE, Launch, read_launch, recorded
+from local_runner.run import check, planned, standard_output, start
+from local_runner.supervisor import Outcome
 from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
 from services.core.run_ids import RUN_ID
-from services.core.settings import SECRET
-from services.run_page.directory import FORK
-
-LAUNCH = "launch.json"
-"""The file of a run directory with the command line that started the run."""
-POLL_SECONDS = 0.5
+from services.run_page.directory import FORK, MAYBE, RUNNING, RUNS, Run, find_run
 
 
 def main(
@@ -47,48 +41,17 @@ def main(
     run_id: Annotated[str | None, typer.Option(help="Name of the new run. Default: RUN-at-STEP.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show disk, cost and command; write nothing.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the new run directory, and start nothing.")] = False,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
-    by_program: Annotated[bool, typer.Option("--by-program", hidden=True, help="As that of `grpo run`.")] = False,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Start a new run from a step of another, with its weights, optimizer, data, buffer and random state."""
-    parent = directory.find_run(run, below).resolve()
-    changes, launch = env or [], read_launch(parent)
-    changed = [word for change in changes for word in ("--env", change)]
-    name = run_id or f"{parent.name}-at-{at}"
-    if not re.fullmatch(RUN_ID, name):
-        raise ConfigurationError(f"--run-id {name!r}: allowed are 80 letters, digits, `.`, `_` and `-`, a letter first")
-    fork = Fork(parent, parent.with_name(name), at)
-    fork.check()
-    print(fork.disk())
-    is_whole = fork.start == at
-    if not is_whole:
-        print(fork.cost())
-    if launch is None and not (prepare and is_whole):
-        raise ConfigurationError(
-            f"{parent} has no {LAUNCH}, since `grpo run` did not start it. Give --prepare and a step that has a "
-            f"checkpoint, and launch the job as before, with --env RUN_ID={fork.new.name} and the changed settings"
-        )
-    if prepare and not is_whole:
-        other = f"give --at {fork.start}, or " if fork.start else ""
-        raise ConfigurationError(
-            f"--prepare writes a run that goes on from a checkpoint, and {parent} has none of step {at}; {other}leave "
-            "--prepare out"
-        )
-    command = [] if launch is None else replace(launch, shared_dir=parent.parent.parent).again(fork.new.name)
-    print("\n" + shlex.join([*command, *changed]))
+    console = Console(file=standard_output())
+    fork = Fork(Run(find_run(run, below).path.resolve()), at, env or [], run_id)
+    launched = fork.describe(console, is_prepared=prepare)
     if dry_run:
         return
-    fork.write(changes)
-    if launch is None or prepare:
-        return
-    command += ["--by-program"] if by_program else []
-    where = Path(read_object(parent / LAUNCH)["directory"])
-    if not is_whole:
-        fork.train_up_to(command, where)
-    # The run takes this process, so that Ctrl-C reaches it alone, and its exit code is this command's.
-    sys.stdout.flush()
-    os.chdir(where)
-    os.execv(sys.executable, in_this_python([*command, *changed]))
+    fork.write()
+    if launched is not None and not prepare:
+        raise typer.Exit(fork.train(*launched, console).exit_code)
 
 
 @dataclass(frozen=True)
@@ -104,15 +67,31 @@ class Part:
 class Fork:
     """A new run and the files that it takes over from another one."""
 
-    def __init__(self, parent: Path, new: Path, at: int) -> None:
-        """Choose the checkpoint to begin from: that of step ``at``, or the newest one before it; 0 without any."""
-        self.parent, self.new, self.at = parent, new, at
-        saved = saved_steps(parent / "checkpoints")
+    def __init__(self, parent: Run, at: int, changes: list[str], run_id: str | None = None) -> None:
+        """Choose the checkpoint to begin from: that of step ``at``, or the newest one before it; 0 without any.
+
+        Args:
+            parent: the other run.
+            at: the last step that both have in common.
+            changes: NAME=VALUE of the settings that differ.
+            run_id: the name of the new run; by default that of the other one with ``-at-<step>``.
+
+        Raises:
+            ConfigurationError: the name is not one of a run.
+        """
+        name = run_id or f"{parent.path.name}-at-{at}"
+        if not re.fullmatch(RUN_ID, name):
+            raise ConfigurationError(
+                f"--run-id {name!r}: allowed are 80 letters, digits, `.`, `_` and `-`, a letter first"
+            )
+        self.run, self.parent, self.new, self.at = parent, parent.path, parent.path.with_name(name), at
+        self.changes = changes
+        saved = saved_steps(self.parent / "checkpoints")
         self.start = max((step for step in saved if step <= at), default=0)
         self.newest = max(saved, default=0)
-        self.checkpoint = parent / "checkpoints" / f"step-{self.start:06d}"
+        self.checkpoint = self.parent / "checkpoints" / f"step-{self.start:06d}"
         self.state = read_object(self.checkpoint / "state.json")
-        self.lines = _lines(parent / "metrics.jsonl", at)
+        self.lines = _lines(self.parent / "metrics.jsonl", at)
 
     def check(self) -> None:
         """Check that the state of the step can be told from what the run did later.
@@ -124,13 +103,12 @@ class Fork:
             raise ConfigurationError(f"{self.new} exists; name the new run with --run-id")
         if self.parent.parent.name != "runs":
             raise ConfigurationError(f"{self.parent} is not in a directory `runs`, in which the new run could lie")
-        if (state := directory.state_of(self.parent)) in (directory.RUNNING, directory.MAYBE):
+        if (state := self.run.state) in (RUNNING, MAYBE):
             raise ConfigurationError(f"{self.parent} {state}, and holds its replay buffer; fork it when it has ended")
         if not self.lines or self.lines[-1]["step"] < self.at:
             last = self.lines[-1]["step"] if self.lines else 0
             raise ConfigurationError(f"--at {self.at}: {self.parent} has {last} steps")
-        settings = {task: self._settings(task) for task in (Task.TRAINER, Task.DATA_SERVER, Task.REPLAY_BUFFER)}
-        if settings[Task.REPLAY_BUFFER].get("replay_dir"):
+        if self.run.settings(Task.REPLAY_BUFFER).get("replay_dir"):
             raise ConfigurationError("the run has REPLAY_DIR, which the new run would share; a fork copies RUN/replay")
         if self.is_ahead and self.start != self.newest:
             raise ConfigurationError(
@@ -142,14 +120,8 @@ class Fork:
     @property
     def is_ahead(self) -> bool:
         """True if the data-server's state is that of the run's end, and no checkpoint has an earlier one."""
-        curriculum = self._settings(Task.DATA_SERVER).get("curriculum", "off")
-        return self._settings(Task.TRAINER).get("mode") == "async" or curriculum not in ("off", "source")
-
-    def _settings(self, task: Task) -> dict[str, Any]:
-        with read_from(self.parent / "config.json"):
-            record = read_object(self.parent / "config.json").get("components", {}).get(task.value, {})
-            settings: dict[str, Any] = dict(record.get("settings", {}))
-            return settings
+        curriculum = self.run.settings(Task.DATA_SERVER).get("curriculum", "off")
+        return self.run.settings(Task.TRAINER).get("mode") == "async" or curriculum not in ("off", "source")
 
     def parts(self) -> Iterator[Part]:
         """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start."""
@@ -197,7 +169,36 @@ class Fork:
             "checkpoints to fork from"
         )
 
-    def write(self, changes: list[str]) -> None:
+    def describe(self, console: Console, *, is_prepared: bool = False) -> tuple[Launch, Path] | None:
+        """Check the fork, print its disk, cost and command, and return the parent's command line and its directory.
+
+        Raises:
+            ConfigurationError: it cannot be made, or with ``is_prepared`` it cannot go on from a checkpoint alone.
+        """
+        self.check()
+        launched = read_launch(self.parent)
+        is_whole = self.start == self.at
+        lines = [self.disk()] if is_whole else [self.disk(), self.cost()]
+        if launched is None and not (is_prepared and is_whole):
+            raise ConfigurationError(
+                f"{self.parent} has no {FILE}, since `grpo run` did not start it. Give --prepare and a step that has a "
+                f"checkpoint, and launch the job as before, with --env RUN_ID={self.new.name} and the changed settings"
+            )
+        if is_prepared and not is_whole:
+            other = f"give --at {self.start}, or " if self.start else ""
+            raise ConfigurationError(
+                f"--prepare writes a run that goes on from a checkpoint, and {self.parent} has none of step {self.at}; "
+                f"{other}leave --prepare out"
+            )
+        if launched is not None:
+            launched = replace(launched[0], shared_dir=self.parent.parent.parent), launched[1]
+            changed = [word for change in self.changes for word in ("--env", change)]
+            lines.append("\n" + shlex.join([*launched[0].again(self.new.name), *changed]))
+        for line in lines:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+        return launched
+
+    def write(self) -> None:
         """Write the new run directory under a hidden name, and rename it into place."""
         hidden = self.new.with_name(f".{self.new.name}.partial")
         remove_directory(hidden)
@@ -205,87 +206,45 @@ class Fork:
             (hidden / part.path).parent.mkdir(parents=True, exist_ok=True)
             part.write(hidden / part.path)
         hidden.mkdir(exist_ok=True)
-        write_json(hidden / FORK, {"parent": self.parent.name, "at": self.at, "changes": [*map(_recorded, changes)]})
+        record = {"parent": self.parent.name, "at": self.at, "changes": [*map(recorded, self.changes)]}
+        write_json(hidden / FORK, record)
         hidden.rename(self.new)
 
-    def train_up_to(self, command: list[str], where: Path) -> None:
-        """Run the new run with the old settings until it has a checkpoint of the step, from which it is to go on.
+    def train(self, launch: Launch, where: Path, console: Console, *, hints: bool = True) -> Outcome:
+        """Train the new run to its end, in the directory in which the parent was started, and return the outcome.
+
+        Without a checkpoint of the step, it first runs with the old settings until it has one to go on from.
+
+        Args:
+            launch: the parent's command line.
+            where: the directory in which it was started.
+            console: where the output of the runs goes.
+            hints: whether the output ends with the commands that may come next.
 
         Raises:
-            ConfigurationError: it ended before.
+            ConfigurationError: a setting is wrong, or the run ended before the step.
         """
-        settings = ["--env", f"CHECKPOINT_EVERY={self.at}", "--env", "CHECKPOINTS_KEPT=9"]
         wanted = self.new / "checkpoints" / f"step-{self.at:06d}"
-        with running(in_this_python([*command, *settings]), cwd=where) as process:
-            while process.poll() is None and not wanted.exists():
-                time.sleep(POLL_SECONDS)
-        if not wanted.exists():
-            raise ConfigurationError(f"{self.new} ended before step {self.at}; see its logs")
-        for step in saved_steps(self.new / "checkpoints"):
-            if step > self.at:
-                remove_directory(self.new / "checkpoints" / f"step-{step:06d}")
+        with contextlib.chdir(where):
+            if self.start != self.at:
+                kept = [f"CHECKPOINT_EVERY={self.at}", "CHECKPOINTS_KEPT=9"]
+                outcome = self._run(launch.with_env(kept), console, until=wanted.exists, hints=False)
+                if not wanted.exists():
+                    raise ConfigurationError(f"{self.new} ended before step {self.at}: {outcome.reason}; see its logs")
+                for step in saved_steps(self.new / "checkpoints"):
+                    if step > self.at:
+                        remove_directory(self.new / "checkpoints" / f"step-{step:06d}")
+            return self._run(launch.with_env(self.changes), console, hints=hints)
 
-
-def record_launch(run_dir: Path, launch: Launch) -> None:
-    """Write launch.json, from which ``grpo fork`` starts the run again; values of secrets are left out."""
-    content = {
-        "directory": os.getcwd(),
-        "job_group": str(launch.job_group),
-        "env": [*map(_recorded, launch.env)],
-        "env_files": [str(path) for path in launch.env_files],
-        "in_files": _open(launch.in_files),
-        "secrets": [*launch.secrets],
-        "num_nodes": [*launch.num_nodes],
-        "small": launch.small,
-    }
-    write_json(run_dir / LAUNCH, content)
-
-
-def _recorded(assignment: str) -> str:
-    """Return an option of --env with its value, which may be in the environment; the name alone of a secret.
-
-    A fork takes secrets from its own environment.
-    """
-    name, given, _ = assignment.partition("=")
-    if SECRET.search(name):
-        return name
-    return assignment if given else f"{name}={os.environ.get(name, '')}"
-
-
-def read_launch(run_dir: Path) -> Launch | None:
-    """Return the command line that started a run; None where the run does not say.
-
-    Raises:
-        ConfigurationError: a file of variables has others now.
-    """
-    with read_from(run_dir / LAUNCH):
-        content = read_object(run_dir / LAUNCH)
-        if not content:
-            return None
-        where, files = Path(content.pop("directory")), [Path(path) for path in content.pop("env_files")]
-        # A file that is not there is this project's, as it was for the run.
-        read = [where / path if (where / path).exists() else path for path in files]
-        if _open(env_files(read)) != content["in_files"]:
-            raise ConfigurationError(
-                f"{', '.join(map(str, files))} in {where} has other variables than when {run_dir.name} was started; "
-                "restore it, so that the fork differs in --env alone"
-            )
-        return Launch(Path(content.pop("job_group")), env_files=files, **content)
-
-
-def _open(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not secret."""
-    return {name: value for name, value in variables.items() if not SECRET.search(name)}
+    def _run(self, launch: Launch, console: Console, **options: Any) -> Outcome:
+        with planned(launch, self.new.name) as run:
+            check(run, console)
+            return start(run, launch, console, **options)
 
 
 def _part(name: str, lines: list[dict[str, Any]]) -> Part:
     content = b"".join(orjson.dumps(line) + b"\n" for line in lines)
     return Part(Path(name), len(content), lambda path: path.write_bytes(content))
-
-
-def in_this_python(command: list[str]) -> list[str]:
-    """Return a command line of this project as one of this interpreter, whatever PATH has."""
-    return [sys.executable, "-m", "scripts.grpo", *command[1:]]
 
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:

@@ -15,10 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from local_runner.directory import RUNNING, find_run, named_run, newest, state_of
-from local_runner.progress import GrowingFile
-from local_runner.supervisor import START_MARK
 from services.core.errors import ConfigurationError
+from services.run_page.directory import RUNNING, START_MARK, Run, find_run, named_run, newest
+from services.run_page.records import Position, read_lines
 
 POLL_SECONDS = 0.2
 TIMESTAMP = re.compile(r'(?:\{.*?"timestamp": ?")?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)')
@@ -43,8 +42,8 @@ def main(
 ) -> None:
     """Show the logs of a run's components, in the order of time."""
 
-    run_dir, tasks = choose_run(names or [])
-    show(Console(), run_dir, tasks, last=lines, follow=follow)
+    run, tasks = choose_run(names or [])
+    show(Console(), run, tasks, last=lines, follow=follow)
 
 
 class Log:
@@ -52,19 +51,21 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.node = path.stem
-        self._file = GrowingFile(path)
+        self._path, self._position = path, Position()
         self._time = ""
 
     def new_lines(self) -> Iterator[tuple[str, str, str]]:
         """Yield time, node and text of each line since the last call; a line without time has the previous line's."""
-        for line in self._file.new_lines():
+        read = read_lines(self._path, self._position)
+        self._position = read.end
+        for line in read.lines:
             text = line.decode(errors="replace").rstrip("\r\n")
             if (match := TIMESTAMP.match(text)) is not None:
                 self._time = f"{match[1]}T{match[2]}"
             yield self._time, self.node, text
 
 
-def choose_run(names: list[str]) -> tuple[Path, list[str]]:
+def choose_run(names: list[str]) -> tuple[Run, list[str]]:
     """Return the run and the tasks that ``names`` give: the first may be a run, by default the newest.
 
     Raises:
@@ -75,12 +76,12 @@ def choose_run(names: list[str]) -> tuple[Path, list[str]]:
     return find_run(None), names
 
 
-def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None, follow: bool) -> None:
+def show(console: Console, run: Run, tasks: list[str], *, last: int | None, follow: bool) -> None:
     """Print the lines of a run's logs, with the node in front if there are several.
 
     Args:
         console: colours appear on a terminal only.
-        run_dir: the run.
+        run: the run.
         tasks: names of tasks, or of nodes such as ``ppo-trainer-1``; empty for all.
         last: print only this many of the present lines, the last ones; None: all.
         follow: continue until the run ends.
@@ -92,7 +93,7 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
 
     def show_new(last: int | None) -> None:
         # Asked each time, because a node's log is there only when the node has started.
-        for path in _find_logs(run_dir, tasks):
+        for path in _find_logs(run, tasks):
             logs.setdefault(path, Log(path))
         colours = dict(zip((log.node for log in logs.values()), cycle(NODE_COLOURS), strict=False))
         width = max(map(len, colours), default=0)
@@ -105,21 +106,21 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
     is_running = follow
     while is_running:
         # Asked before reading, so that the last lines of a run that just ended are still read.
-        is_running = state_of(run_dir) == RUNNING
+        is_running = run.state == RUNNING
         show_new(None)
         if is_running:
             time.sleep(POLL_SECONDS)
 
 
-def _find_logs(run_dir: Path, tasks: list[str]) -> list[Path]:
-    paths = sorted((run_dir / "logs").glob("*.log"))
+def _find_logs(run: Run, tasks: list[str]) -> list[Path]:
+    paths = run.logs()
     chosen: set[Path] = set()
     for task in tasks:
         of_task = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
         if not of_task:
             names = ", ".join(path.stem for path in paths) or "none"
             raise ConfigurationError(
-                f"{task} is not a run, and there is no log of it in {run_dir / 'logs'}: {names}; "
+                f"{task} is not a run, and there is no log of it in {run.path / 'logs'}: {names}; "
                 f"the newest runs: {newest()}"
             )
         chosen.update(of_task)

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from local_runner.checks import Loaded, ask, by_class
-from local_runner.directory import shown_path
+from local_runner.launch import shown_path
 from local_runner.nodes import Run, gpus_of
-from local_runner.progress import counted
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, is_on_hub, is_path
+from services.run_page.progress import counted
 
 READ_SECONDS = 600.0
 """Longest time that the rows may take to be read before a run."""

@@ -144,6 +144,11 @@ def exit_on_signals() -> None:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
 
 
+def in_this_python(command: list[str]) -> list[str]:
+    """Return a command line of this project as one of this interpreter, whatever PATH has."""
+    return [sys.executable, "-m", "scripts.grpo", *command[1:]]
+
+
 @contextlib.contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Start a runner in a session of its own, and stop its run if the context ends first.

@@ -7,39 +7,43 @@ demos and tests; anything larger is for SkyPilot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import psutil
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 from typer import Option
 from typer.core import TyperCommand
 
-from local_runner import checks, directory, nodes, processes, spec, summary
-from local_runner.fork import record_launch
-from local_runner.nodes import Run, gpus_of
+from local_runner import checks, nodes, processes, spec
+from local_runner.launch import Launch, next_commands, shown_path, trainer_settings
+from local_runner.nodes import Run as LocalRun
 from local_runner.plan import Plan
-from local_runner.progress import GrowingFile, new_steps
-from local_runner.summary import Launch, trainer_settings
-from local_runner.supervisor import Supervisor
-from local_runner.view import View
+from local_runner.supervisor import Outcome, Supervisor
+from local_runner.view import View, present
 from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import read_object, write_json
+from services.core.files import write_json
 from services.core.processes import stop_signals
-from services.run_page.directory import first_failure
+from services.run_page.directory import OUTCOME, Nodes, Run, all_runs
 
 JobGroupPath = Annotated[
     Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
@@ -57,15 +61,6 @@ DryRun = Annotated[
     Option("--dry-run", help="Check the settings, the rows and all else that they name, show the plan, start nothing."),
 ]
 Commands = Annotated[bool, Option("--commands", help="With --dry-run: also show each node's address and command.")]
-ByProgram = Annotated[
-    bool,
-    Option(
-        "--by-program",
-        hidden=True,
-        help="For `train`, which starts this program: stop when standard input ends, print no commands at the end, and "
-        "write the names of settings as keywords.",
-    ),
-]
 OwnHosts = Annotated[
     bool | None,
     Option(
@@ -114,43 +109,43 @@ def main(
     dry_run: DryRun = False,
     commands: Commands = False,
     own_hosts: OwnHosts = None,
-    by_program: ByProgram = False,
 ) -> None:
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
-    console = Console(file=_standard_output())
-    try:
-        path = spec.find(path)
-        group, overrides, in_files = read_group(
-            path, env or [], env_file or [], secret or [], num_nodes or [], small=small
+    console = Console(file=standard_output())
+    launch = Launch(spec.find(path), env or (), env_file or (), secret or (), num_nodes or (), small, shared_dir)
+    with planned(launch, run_id, own_hosts=own_hosts) as run:
+        check(run, console, dry_run=dry_run, commands=commands)
+        if dry_run:
+            return
+        outcome = start(run, launch, console, live=console.is_terminal if live is None else live)
+    raise typer.Exit(outcome.exit_code)
+
+
+@contextlib.contextmanager
+def planned(launch: Launch, run_id: str | None, *, own_hosts: bool | None = None) -> Iterator[LocalRun]:
+    """Yield the run that a command line starts, whose addresses no other run gets within the context.
+
+    Raises:
+        ConfigurationError: the command line or the job group's file is wrong, or there are no free addresses.
+    """
+    group, overrides = launch.group()
+    with nodes.allocate(group, own_hosts=own_hosts) as addresses:
+        yield LocalRun(
+            group=group,
+            run_id=run_id or overrides.environment.get("RUN_ID") or nodes.new_run_id(group),
+            shared_dir=launch.shared_dir.resolve(),
+            addresses=addresses,
+            gpus=machine.visible_gpus(),
+            mark=f"run-{uuid.uuid4().hex}",
         )
-        with nodes.allocate(group, own_hosts=own_hosts) as addresses:
-            planned = Run(
-                group=group,
-                run_id=run_id or overrides.environment.get("RUN_ID") or nodes.new_run_id(group),
-                shared_dir=shared_dir.resolve(),
-                addresses=addresses,
-                gpus=machine.visible_gpus(),
-                mark=f"run-{uuid.uuid4().hex}",
-            )
-            _check_and_show(planned, console, dry_run=dry_run, commands=commands)
-            if dry_run:
-                return
-            secrets = list(overrides.secrets)
-            by_hand = Launch(path, env or (), env_file or (), in_files, secrets, num_nodes or (), small, shared_dir)
-            launch = None if by_program else by_hand
-            if _show_if_finished(planned, launch, console):
-                return
-            code = _execute(planned, launch, by_hand, console, live=console.is_terminal if live is None else live)
-    except ConfigurationError as error:
-        if not by_program:
-            raise
-        names = [assignment.partition("=")[0] for assignment in env or []]
-        raise ConfigurationError(checks.as_keywords(str(error), names)) from error
-    raise typer.Exit(code)
 
 
-def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: bool) -> None:
-    """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions."""
+def check(planned: LocalRun, console: Console, *, dry_run: bool = False, commands: bool = False) -> None:
+    """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions.
+
+    Raises:
+        ConfigurationError: a setting, a file, a function or the rows are wrong.
+    """
     nodes.check_gpus(planned)
     loaded = checks.load_all(planned)
     checks.check_engines(planned, loaded)
@@ -171,141 +166,187 @@ def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: 
         plan.check()
 
 
-def read_group(
-    path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], *, small: bool
-) -> tuple[spec.JobGroup, spec.Overrides, dict[str, str]]:
-    """Return the job group with the additions of the command line, these additions, and the variables of the files."""
-    from_files = spec.env_files(env_file)
-    options, secrets = spec.assignments(env, "--env"), spec.assignments(secret, "--secret")
-    overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes), 1 if small else None)
-    group = spec.load(path, overrides)
-    checks.check_names(group, options | secrets, from_files)
-    nodes.check_mounts(group)
-    return group, overrides, from_files
-
-
-def _show_nodes(console: Console, run: Run) -> None:
+def _show_nodes(console: Console, run: LocalRun) -> None:
     """Print the nodes of a run, with their addresses, GPUs and commands."""
     title = f"run {run.run_id} in {run.run_dir}"
     table = Table("node", "address", "GPUs", "command", title=title, title_justify="left")
     for task in run.group.tasks:
         for rank, host in enumerate(run.addresses.hosts[task.name]):
-            gpus = ", ".join(gpus_of(run, task, rank)) or "none"
+            gpus = ", ".join(nodes.gpus_of(run, task, rank)) or "none"
             command = task.run.strip().splitlines()[-1].partition(" || ")[0]
             table.add_row(f"{task.name}-{rank}", host, gpus, Text(command))
     console.print(table)
 
 
-def _show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool:
-    """Print the result of a run that has succeeded and would take no further step; return whether it is such a run."""
-    try:
-        result = read_object(run.run_dir / "summary.json")
-        components = read_object(run.run_dir / "config.json").get("components", {})
-    except (ValueError, OSError):  # the run's start says what cannot be read; the trainer replaces damaged files
-        return False
-    before = components.get(Task.TRAINER.value)
-    if result.get("status") != "succeeded" or before is None or not (run.run_dir / "model").exists():
-        return False
-    settings = trainer_settings(run).model_dump(mode="json")
-    if any(settings[name] != before["settings"].get(name) for name in LAST_STEP):
-        return False
-    summary.show(console, run, launch, read_object(run.run_dir / directory.OUTCOME), result)
-    hint = f"nothing is left to do: run {run.run_id} has ended after step {result['steps']}; to train on, raise "
-    hint += "MAX_STEPS or NUM_EPOCHS" if launch is not None else "max_steps or num_epochs"
-    console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
-    return True
+def start(
+    run: LocalRun,
+    launch: Launch,
+    console: Console,
+    *,
+    live: bool = False,
+    hints: bool = True,
+    until: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run the group to its end, or say that nothing is left to do; return the outcome.
 
-
-def _execute(run: Run, launch: Launch | None, recorded: Launch, console: Console, *, live: bool) -> int:
-    """Run the group to its end, show what happens, and return the exit code.
+    Signals that ask this process to end stop the run in order, and a second one at once. The caller's handlers are
+    restored afterwards. The run has an event loop in a thread of its own, because that of a notebook has one already.
 
     Args:
-        run: the run.
-        launch: the command line, for the commands that are printed at the end. None: a program started the run, which
-            ends it by closing this process's standard input.
-        recorded: the command line for launch.json.
+        run: the run, which ``check`` found right.
+        launch: the command line that started it.
         console: where all output goes.
         live: whether a live view stands below the lines.
+        hints: whether the output ends with the commands that may come next.
+        until: stops the run as Ctrl-C does once it returns True.
 
     Raises:
         ConfigurationError: the run directory cannot be written, or another runner works in it.
     """
+    if (outcome := _if_finished(run, launch, console, hints=hints)) is not None:
+        return outcome
+    files, since = Run(run.run_dir), time.time()
     try:
         run.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
-    with directory.locked(run.run_dir), processes.guard(run.mark):
-        directory.record_nodes(run)
-        record_launch(run.run_dir, recorded)
+    with files.locked(), processes.guard(run.mark):
+        process = psutil.Process()
+        files.record_nodes(Nodes(process.pid, process.create_time(), run.addresses.endpoints, mark=run.mark))
+        launch.record(run.run_dir)
+        outcome = _supervise(run, console, live, until)
         try:
-            return asyncio.run(_run_with_view(run, launch, console, live=live))
-        finally:
-            machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
+            write_json(run.run_dir / OUTCOME, asdict(outcome))
+        except OSError as error:
+            console.print(Text(f"the run's record cannot be written: {error}"), soft_wrap=True)
+    summary = run.run_dir / "summary.json"
+    is_new = summary.exists() and summary.stat().st_mtime >= since
+    _show_end(run, launch if hints else None, console, files.summary if is_new else {}, asdict(outcome))
+    return outcome
 
 
-async def _run_with_view(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
-    since = time.time()
-    with View(run, console, live=live) as view:
-        supervisor = Supervisor(run, view.state)
-        for number in stop_signals():
-            asyncio.get_running_loop().add_signal_handler(number, supervisor.stop, number)
-        if launch is None:
-            _stop_at_end_of_input(supervisor)
-        watcher = asyncio.create_task(_watch(run, view))
-        watcher.add_done_callback(view.lost_watcher)
-        try:
-            outcome = await supervisor.run()
-        finally:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
-    record = asdict(outcome)
+def _if_finished(run: LocalRun, launch: Launch, console: Console, *, hints: bool) -> Outcome | None:
+    """Print the result of a run that has succeeded and would take no further step, and return its outcome."""
+    files = Run(run.run_dir)
     try:
-        write_json(run.run_dir / directory.OUTCOME, record)
-    except OSError as error:
-        console.print(Text(f"the run's record cannot be written: {error}"), soft_wrap=True)
-    summary.show(console, run, launch, record, summary.trainer_summary(run, since))
-    return outcome.exit_code
+        result, before, recorded = files.summary, files.settings(Task.TRAINER), files.outcome
+    except (ValueError, OSError):  # the run's start says what cannot be read; the trainer replaces damaged files
+        return None
+    if result.get("status") != "succeeded" or not before or not (run.run_dir / "model").exists():
+        return None
+    settings = trainer_settings(run).model_dump(mode="json")
+    if any(settings[name] != before.get(name) for name in LAST_STEP):
+        return None
+    _show_end(run, launch if hints else None, console, result, recorded)
+    hint = f"nothing is left to do: run {run.run_id} has ended after step {result['steps']}; to train on, raise "
+    hint += "MAX_STEPS or NUM_EPOCHS" if hints else "max_steps or num_epochs"
+    console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
+    return Outcome(0, "nothing was left to do", 0.0, {})
 
 
-def _stop_at_end_of_input(supervisor: Supervisor) -> None:
-    """Stop the run as Ctrl-C does when standard input, to which nothing is written, ends."""
-    loop, standard_input = asyncio.get_running_loop(), sys.stdin.fileno()
+def _show_end(
+    run: LocalRun, launch: Launch | None, console: Console, summary: dict[str, Any], outcome: dict[str, Any]
+) -> None:
+    """Print the end of a run, and unless ``launch`` is None, commands to copy for what may come next."""
+    files, place = Run(run.run_dir), shown_path(run.run_dir.parent)
+    code = outcome.get("exit_code", 0)
+    state = "failed" if outcome.get("failed") else "interrupted" if code else "succeeded"
+    present(console, files, state, summary, outcome)
+    size = decimal(files.usage()[0])
+    console.print(f"directory  {shown_path(run.run_dir)}, disk space {size}", highlight=False, soft_wrap=True)
+    if launch is None:
+        return
+    size = decimal(sum(other.usage()[0] for other in all_runs(run.run_dir.parent)))
+    console.print(f"size of all runs in {place}/: {size}", highlight=False, soft_wrap=True)
+    for purpose, command in next_commands(run, launch, summary, code):
+        # Each command is a line of its own and complete, to be copied, however narrow the terminal.
+        console.print(Text(f"\n{purpose}:", "bold"))
+        console.print(Text(f"  {command}"), soft_wrap=True)
 
-    def stop() -> None:
-        loop.remove_reader(standard_input)
-        supervisor.stop(signal.SIGINT)
 
-    loop.add_reader(standard_input, stop)
+def _supervise(run: LocalRun, console: Console, live: bool, until: Callable[[], bool]) -> Outcome:
+    """Run the group to its end in a thread of its own, which the signals of this process stop, and show it."""
+    loop = asyncio.new_event_loop()
+    with View(run, console, live=live) as view, ThreadPoolExecutor(1) as thread:
+        supervisor = Supervisor(run, view.state)
+
+        def work() -> Outcome:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                return runner.run(_run_watched(run, supervisor, view, until))
+
+        def stop(number: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because the run has just ended
+                loop.call_soon_threadsafe(supervisor.stop, number)
+
+        with _stop_requests(stop):
+            try:
+                return thread.submit(work).result()
+            finally:
+                machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
 
 
-async def _watch(run: Run, view: View) -> None:
+async def _run_watched(run: LocalRun, supervisor: Supervisor, view: View, until: Callable[[], bool]) -> Outcome:
+    watcher = asyncio.create_task(_watch(run, view))
+    watcher.add_done_callback(view.lost_watcher)
+    stopper = asyncio.create_task(_stop_when(until, supervisor))
+    try:
+        return await supervisor.run()
+    finally:
+        for task in (watcher, stopper):
+            task.cancel()
+        await asyncio.gather(watcher, stopper, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _stop_requests(stop: Callable[[int], None]) -> Iterator[None]:
+    """Call ``stop`` with each signal that asks this process to end; a thread other than the main one gets none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda number, _: stop(number)) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _stop_when(condition: Callable[[], bool], supervisor: Supervisor) -> None:
+    while not condition():  # noqa: ASYNC110  # such as a file that another process writes
+        await asyncio.sleep(POLL_SECONDS)
+    supervisor.stop(signal.SIGINT)
+
+
+async def _watch(run: LocalRun, view: View) -> None:
     """Show new steps, the nodes that are up and the trainer's status every POLL_SECONDS, until cancelled."""
     # Only now, when the nodes have been started: the HTTP client takes half of this process's imports.
-    from local_runner import health
+    from services.run_page import components
 
-    metrics = GrowingFile(run.run_dir / "metrics.jsonl", from_end=True)
-    since = time.time()
+    files, since = Run(run.run_dir), time.time()
+    seen = len(files.steps())
     recorded: dict[str, str] = {}
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
     trainer = nodes.trainer_address(run.addresses.endpoints)
-    async with health.client(next(tokens, None)) as http:
+    async with components.questioner(next(tokens, None)) as http:
 
         async def ask(task: str, rank: int) -> None:
             address = nodes.health_address(run.addresses.endpoints, f"{task}-{rank}")
-            if address is not None and await health.state(http, address) == health.UP:
+            if address is not None and await components.ask_state(http, address) == components.UP:
                 view.up(task, rank)
 
         while True:
-            steps = new_steps(metrics)
-            view.failure(first_failure(run.run_dir, since))  # which was before any of these steps
-            for step in steps:
+            steps = files.steps()
+            view.failure(files.first_failure(since))  # which was before any of these steps
+            # A restarted trainer may have cut the file back to its checkpoint.
+            for step in steps[min(seen, len(steps)) :]:
                 view.step(step)
+            seen = len(steps)
             await asyncio.gather(*(ask(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)))
             if trainer is not None:
-                view.trainer(await health.trainer_status(http, trainer))
+                view.trainer(await components.ask_trainer(http, trainer))
             if view.states != recorded:
                 recorded = view.states
-                directory.record_states(run, recorded)
+                files.record_states(recorded)
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -322,7 +363,7 @@ class _DroppingFile(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _standard_output() -> TextIO:
+def standard_output() -> TextIO:
     """Return this process's standard output, with data dropped while the disk is full or once its reader is gone."""
     file = _DroppingFile(sys.stdout.fileno(), "wb", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(file), encoding=sys.stdout.encoding, errors=sys.stdout.errors)

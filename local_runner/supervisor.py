@@ -30,6 +30,7 @@ from local_runner.nodes import Run, node_environment
 from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.processes import shell_code
+from services.run_page.directory import START_MARK
 
 PRIMARY_STOP_SECONDS = 60.0
 """The time from Ctrl-C to the end of the primary tasks, in which the trainer writes a checkpoint of some gigabytes.
@@ -40,10 +41,6 @@ KILLED = 128 + signal.SIGKILL
 TERMINATED = 128 + signal.SIGTERM
 LONGEST_BACKOFF_SECONDS = 30.0
 LOST_NODES = 10
-
-
-START_MARK = "=== "
-"""The beginning of the line that a node's log has at every start."""
 
 
 class State(StrEnum):

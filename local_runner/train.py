@@ -1,13 +1,15 @@
 """A run of a job group on this machine from Python: ``from skypilot_grpo import train``.
 
-The local runner is a process of its own, because a notebook has an event loop already, and because a user's program may
-have modules of this project's names. So this module imports none of the project's.
+The local runner works in the caller's process, whose signals, environment and modules it leaves as they were. Because a
+user's program may have modules of this project's names, this module imports the project's within ``_project`` alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,23 +18,22 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     import pandas
 
+    from local_runner.supervisor import Outcome
+
 ROOT = Path(__file__).resolve().parents[1]
-REFUSAL = "error: "
-"""The beginning of the line in which the local runner refuses a setting."""
 GRPO = (sys.executable, "-P", str(ROOT / "scripts/grpo.py"))
 """The command line, which works wherever this module is installed."""
-SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|AUTHORIZATION)$", re.IGNORECASE)
-"""The names of variables that are secrets; equal to that of services.core.settings, which this module cannot import."""
-RECORD = "runner.json"
-"""The file of a run directory in which the local runner records how the run ended."""
+_OWN_MODULES: dict[str, ModuleType] = {}
+"""The project's modules of an installed package, which the caller does not see between two calls."""
 
 
 class RunError(RuntimeError):
@@ -84,16 +85,22 @@ class Run:
         Raises:
             RunError: the fork is refused, or its run failed.
         """
-        name = run_id or f"{self.directory.name}-at-{at}"
-        changes = [f"--env={key.upper()}={_plain(key, value)}" for key, value in settings.items()]
-        command = [*GRPO, "fork", str(self.directory), "--at", str(at), "--run-id", name, "--by-program", *changes]
-        exit_code, last_line = _execute(command, self._environment)
-        directory = self.directory.with_name(name)
-        if exit_code and last_line.startswith(REFUSAL):
-            raise RunError(last_line.removeprefix(REFUSAL), exit_code)
-        if exit_code:
-            raise _failure(directory, exit_code, last_line)
-        return Run(directory)
+        changes = [f"{key.upper()}={_text(key, value)}" for key, value in settings.items()]
+        with _project(self.directory / "inputs"):
+            from local_runner.fork import Fork
+            from services.core.errors import ComponentError
+            from services.run_page.directory import find_run
+
+            console = _console()
+            try:
+                fork = Fork(find_run(str(self.directory.resolve())), at, changes, run_id)
+                launched = fork.describe(console)
+                assert launched is not None  # describe refuses a run without its command line
+                fork.write()
+                outcome = fork.train(*launched, console, hints=False)
+            except ComponentError as error:
+                raise RunError(str(error), error.exit_code) from error
+            return _ended(self.directory.with_name(fork.new.name), outcome)
 
     def explain(self, step: int) -> dict[str, Any]:
         """Compute a step again, to the bit, and return what moved the weights, as ``grpo explain --json`` prints it.
@@ -117,10 +124,8 @@ class Run:
             RunError: an option is wrong, or no prompt could be evaluated.
         """
         directory = self.directory / "evaluation" if output is None else Path(output)
-        words = [f"--{name.replace('_', '-')}" for name in options for _ in _listed(options[name])]
-        values = [str(value) for name in options for value in _listed(options[name])]
-        pairs = [word for pair in zip(words, values, strict=True) for word in pair]
-        self._answer("evaluate", "--model", str(self.model), "--output", str(directory), *pairs)
+        words = [f"--{name.replace('_', '-')}={one}" for name in options for one in _listed(options[name])]
+        self._answer("evaluate", "--model", str(self.model), "--output", str(directory), *words)
         results: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
         return results
 
@@ -129,18 +134,12 @@ class Run:
         ours, theirs = (run.metrics.select_dtypes("number") for run in (self, other))
         return (ours - theirs).dropna(how="all").dropna(axis="columns", how="all")
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        """The variables of a program that imports the run's functions."""
-        return {**os.environ, "PYTHONPATH": _python_path(self.directory / "inputs"), "FORCE_COLOR": ""}
-
     def _answer(self, *arguments: str) -> str:
         """Return what a command of ``grpo`` prints."""
-        done = subprocess.run([*GRPO, *arguments], env=self._environment, capture_output=True, text=True, check=False)
+        with _project(self.directory / "inputs"):
+            done = subprocess.run([*GRPO, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
-            reason = next((line for line in reversed(lines) if line.startswith(REFUSAL)), lines[-1])
-            raise RunError(f"grpo {arguments[0]}: {reason.removeprefix(REFUSAL)}", done.returncode)
+            raise RunError(f"grpo {arguments[0]}: {(done.stderr or done.stdout).strip()}", done.returncode)
         return done.stdout
 
 
@@ -194,8 +193,8 @@ def train(
 ) -> Run | Job:
     """Run a job group on this machine to its end, print its progress, and return the run.
 
-    Ctrl-C ends the run once a checkpoint of the last completed step is written; another ends it at once. The end of
-    this program, even by SIGKILL, ends the run as the first Ctrl-C does, because its pipe to the runner closes.
+    Ctrl-C or SIGTERM ends the run once a checkpoint of the last completed step is written, and then acts on this
+    program; another ends it at once. No process of the run outlives this program, even if SIGKILL ends it.
 
     With ``infra="kubernetes"`` it is launched on a cluster instead, as ``grpo launch --yes`` does.
 
@@ -217,35 +216,100 @@ def train(
     if infra is not None:
         return _launch(infra, gpus, nodes or {}, settings)
     directory = Path(shared_dir, "runs", run_id or time.strftime("grpo-%Y%m%d-%H%M%S"))
-    return _run_here(
-        directory, _command(job_group, directory, shared_dir, nodes or {}), settings, is_named=run_id is not None
-    )
-
-
-def _run_here(directory: Path, command: list[str], settings: Mapping[str, Any], *, is_named: bool) -> Run:
-    """Run a job group on this machine; see ``train``. A run that ``is_named`` may exist already."""
     is_new = not directory.exists()
     inputs = directory / "inputs"
-    inputs.mkdir(parents=True, exist_ok=is_named)
+    inputs.mkdir(parents=True, exist_ok=run_id is not None)
     try:
-        variables = {name.upper(): _text(name, value, inputs) for name, value in settings.items() if value is not None}
+        env = [f"{name.upper()}={_text(name, x, inputs)}" for name, x in settings.items() if x is not None]
+        with _project(inputs):
+            outcome = _run_here(Path(job_group), directory, env, [f"{task}={n}" for task, n in (nodes or {}).items()])
+            return _ended(directory, outcome)
     except Exception:
-        if is_new:
+        if is_new and not (directory / "nodes.json").exists():  # the run has not started
             shutil.rmtree(directory)
         raise
-    (directory / RECORD).unlink(missing_ok=True)
-    # A notebook asks for the colours of a terminal, upon which the runner would redraw its view four times a second.
-    fixed = {"PYTHONPATH": _python_path(inputs), "FORCE_COLOR": ""}
-    # The variables' values are in the environment, which no other user sees.
-    words = [*command, *(f"--env={name}" for name in variables)]
-    exit_code, last_line = _execute(words, os.environ | variables | fixed)
-    if exit_code and last_line.startswith(REFUSAL):
-        if is_new:
-            shutil.rmtree(directory)
-        raise ValueError(last_line.removeprefix(REFUSAL))
-    if exit_code:
-        raise _failure(directory, exit_code, last_line)
-    return Run(directory)
+
+
+def _run_here(job_group: Path, directory: Path, env: list[str], num_nodes: list[str]) -> Outcome:
+    """Run a job group on this machine to its end, and return its outcome; a refusal is a ValueError; see ``train``."""
+    from local_runner import checks, run, spec
+    from local_runner.launch import Launch
+    from services.core.errors import ConfigurationError
+
+    try:
+        shared_dir = directory.parent.parent
+        launch = Launch(spec.find(job_group), env, num_nodes=num_nodes, small=True, shared_dir=shared_dir)
+        console = _console()
+        with run.planned(launch, directory.name) as planned:
+            run.check(planned, console)
+            return run.start(planned, launch, console, hints=False)
+    except ConfigurationError as error:
+        names = [assignment.partition("=")[0] for assignment in env]
+        raise ValueError(checks.as_keywords(str(error), names)) from error
+
+
+def _ended(directory: Path, outcome: Outcome) -> Run:
+    """Return a run that succeeded; a run that a signal stopped passes the signal on to this program.
+
+    Raises:
+        RunError: the run failed.
+    """
+    from services.run_page import directory as directories
+
+    if outcome.exit_code == 0:
+        return Run(directory)
+    if outcome.failed is None:
+        with contextlib.suppress(ValueError):  # another thread than the main one has no signals
+            signal.raise_signal(outcome.exit_code - 128)
+        raise RunError(f"run {directory}: {outcome.reason}", outcome.exit_code)
+    log = directory / "logs" / f"{outcome.failed}.log"
+    raise RunError(f"{directories.Run(directory).error}; see {log}", outcome.exit_code, outcome.failed, log)
+
+
+@contextlib.contextmanager
+def _project(inputs: Path | None = None) -> Iterator[None]:
+    """Import the project's modules, and have their processes import them and ``inputs``, within the context.
+
+    It leaves import path, environment and logging as they were, and the modules of an installed package hidden.
+    """
+    path, environment, root = sys.path[:], dict(os.environ), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    names = {package.parent.name for package in ROOT.glob("*/__init__.py")}
+
+    def modules() -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
+
+    is_installed = __name__.partition(".")[0] not in names
+    theirs = modules() if is_installed else {}
+    for name in theirs:
+        del sys.modules[name]
+    sys.modules.update(_OWN_MODULES)
+    try:
+        # A notebook asks for the colours of a terminal, which a log does not have.
+        os.environ |= {"PYTHONPATH": _python_path(inputs), "FORCE_COLOR": ""}
+        sys.path.insert(0, str(ROOT))
+        from scripts.grpo import prefer_own_packages
+
+        prefer_own_packages()
+        yield
+    finally:
+        if is_installed:
+            _OWN_MODULES.update(modules())
+            for name in _OWN_MODULES:
+                sys.modules.pop(name, None)
+            sys.modules.update(theirs)
+        sys.path[:] = path
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        root.handlers[:], root.level = handlers, level
+
+
+def _console() -> Any:
+    """Return a console that prints plain lines where the caller prints."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, force_terminal=False, force_jupyter=False, color_system=None)
 
 
 def _launch(infra: str, gpus: str | None, nodes: Mapping[str, int], settings: Mapping[str, Any]) -> Job:
@@ -254,64 +318,48 @@ def _launch(infra: str, gpus: str | None, nodes: Mapping[str, int], settings: Ma
     Raises:
         ValueError: an argument cannot be used there, or the launch was refused.
         TypeError: a setting is a function or rows, which the cluster's nodes do not have.
-        RunError: SkyPilot has launched nothing.
     """
     if infra != "kubernetes" or gpus is None:
         raise ValueError(f"infra is {infra!r} with gpus {gpus!r}; give infra='kubernetes' and gpus, such as 'H100:8'")
     options = {"ppo-trainer": "--trainer-nodes", "rollout-server": "--rollout-nodes"}
     if unknown := nodes.keys() - options.keys():
         raise ValueError(f"nodes names {', '.join(sorted(unknown))}; on a cluster it may name {' and '.join(options)}")
-    variables = {name.upper(): _plain(name, value) for name, value in settings.items() if value is not None}
+    variables = {name.upper(): _text(name, value) for name, value in settings.items() if value is not None}
     sizes = [word for task, count in nodes.items() for word in (options[task], str(count))]
-    # The values of secrets are in the environment, which no other user sees.
-    secrets = [name for name in variables if SECRET.search(name)]
-    env = [f"--env={name}={value}" for name, value in variables.items() if name not in secrets]
-    command = [*GRPO, "launch", "--yes", "--gpus", gpus, *sizes, *env, *(f"--secret={name}" for name in secrets)]
-    exit_code, last_line = _execute(command, os.environ | {name: variables[name] for name in secrets})
-    if last_line.startswith(REFUSAL):
-        raise ValueError(last_line.removeprefix(REFUSAL))
-    if exit_code or not (launched := re.match(r"job (\d+);", last_line)):
-        raise RunError(f"nothing was launched: {last_line}", exit_code)
-    return Job(int(launched[1]))
+    with _project():
+        from click import ClickException
+
+        from scripts.grpo import load_command
+        from services.core.errors import ComponentError
+        from services.core.settings import SECRET
+
+        kinds = {name: "secret" if SECRET.search(name) else "env" for name in variables}
+        words = [f"--{kinds[name]}={name}={value}" for name, value in variables.items()]
+        command = ["--yes", "--gpus", gpus, *sizes, *words]
+        try:
+            job = load_command("launch").main(command, prog_name="grpo launch", standalone_mode=False)
+        except (ClickException, ComponentError) as error:
+            raise ValueError(getattr(error, "message", str(error))) from error
+    return Job(job)
 
 
-def _command(
-    job_group: str | os.PathLike[str], directory: Path, shared_dir: str | os.PathLike[str], nodes: Mapping[str, int]
-) -> list[str]:
-    """Return the local runner's command, without settings."""
-    return [
-        *(*GRPO, "run", str(job_group), "--small", "--by-program"),
-        *("--run-id", directory.name, "--shared-dir", str(Path(shared_dir))),
-        *(f"--num-nodes={task}={count}" for task, count in nodes.items()),
-    ]
-
-
-def _text(name: str, value: Any, inputs: Path) -> str:
-    """Return the value of a variable; rows and functions are written to ``inputs``, and their names returned."""
-    if isinstance(value, str | os.PathLike):
-        return str(value)
-    if callable(value):
-        return _write_function(name, value, inputs)
-    if name in ("dataset", "dataset_test"):
-        return str(_write_rows(name, value, inputs))
-    try:
-        return json.dumps(value)
-    except TypeError as error:
-        functions = ", or one function, or text such as exact_match=1,module:function=0.5" * (name == "reward_fn")
-        raise TypeError(f"{name} is {value!r}; give text or a number{functions}") from error
-
-
-def _plain(name: str, value: Any) -> str:
-    """Return the text of a setting that needs no file.
+def _text(name: str, value: Any, inputs: Path | None = None) -> str:
+    """Return the text of a setting; a function or rows are written to ``inputs``, and their name is returned.
 
     Raises:
-        TypeError: it is a function or rows.
+        TypeError: the value has no text, or it is a function or rows, and there is no place for them.
     """
-    if callable(value) or not isinstance(value, str | int | float | bool | os.PathLike):
-        raise TypeError(
-            f"{name} is {value!r}; give text or a number, of a function its module:function, of rows a file"
-        )
-    return str(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
+    if isinstance(value, str | os.PathLike):
+        return str(value)
+    is_rows = name in ("dataset", "dataset_test")
+    if inputs is not None and (callable(value) or is_rows):
+        return str(_write_rows(name, value, inputs)) if is_rows else _write_function(name, value, inputs)
+    try:
+        if not is_rows:
+            return json.dumps(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {value!r}; give text or a number, of a function its module:function, of rows a file")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -391,59 +439,9 @@ def _stub(name: str, function: Callable[..., Any]) -> str:
     return f"def {name}{header}:\n    return [{', '.join(signature.parameters)}]\n"
 
 
-def _python_path(inputs: Path) -> str:
+def _python_path(inputs: Path | None) -> str:
     """Return a PYTHONPATH with ``inputs``, the directory of the script that runs here, and the present PYTHONPATH."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    paths = [str(inputs.resolve()), str(Path(script).resolve().parent) if script else "", os.environ.get("PYTHONPATH")]
+    first = [str(inputs.resolve())] if inputs is not None else []
+    paths = [*first, str(Path(script).resolve().parent) if script else "", os.environ.get("PYTHONPATH")]
     return os.pathsep.join(filter(None, paths))
-
-
-def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run the local runner, print what it prints, except for a refusal, and return its exit code and last line.
-
-    A refusal, which may have several lines, is returned in place of the last line.
-    """
-    line = refusal = ""
-    # A session of its own keeps an interrupt of this process from reaching it twice.
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-    ) as runner:
-        assert runner.stdout is not None
-        try:
-            for line in runner.stdout:
-                # A refusal is the message of the error that is raised.
-                if refusal or line.startswith(REFUSAL):
-                    refusal += line
-                else:
-                    print(line, end="", flush=True)
-        except BaseException:
-            try:
-                # Closes its standard input, upon which it stops in order.
-                print(runner.communicate()[0], end="", flush=True)
-            except KeyboardInterrupt:
-                runner.send_signal(signal.SIGINT)
-            raise
-    return runner.returncode, (refusal or line).strip()
-
-
-def _failure(directory: Path, exit_code: int, last_line: str) -> RunError:
-    """Return the error of a failed run, by the record that the runner has left of it."""
-    path = directory / RECORD
-    record = (
-        json.loads(path.read_text("utf-8")) if path.exists() else {"reason": f"the local runner failed: {last_line}"}
-    )
-    component = record.get("failed")
-    if component is None:
-        return RunError(f"run {directory}: {record['reason']}", exit_code)
-    log = directory / "logs" / f"{component}.log"
-    lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
-    cause = next((line for line in reversed(lines) if line.startswith("error: ")), "")
-    message = "; ".join(filter(None, [f"{component} failed with exit code {exit_code}", cause, f"see {log}"]))
-    return RunError(message, exit_code, component, log)

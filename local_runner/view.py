@@ -1,10 +1,16 @@
-"""The runner's output: a live view on a terminal, plain lines elsewhere."""
+"""The presentation of a run on a terminal, which ``grpo run``, ``grpo status`` and ``train`` share.
+
+``View`` shows a run as it happens, live on a terminal and as plain lines elsewhere; ``figures`` are a run's numbers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,18 +18,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.directory import last_error, lines_since_start, shown_path
-from local_runner.nodes import Run, health_address, trainer_address
-from local_runner.progress import EARLY_STEPS, Step, advice, failed
+from local_runner import nodes
+from local_runner.launch import shown_path
+from local_runner.nodes import health_address, trainer_address
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
 from services.run_page.activity import ReportTimer, in_words
-
-if TYPE_CHECKING:
-    from local_runner.health import TrainerStatus
+from services.run_page.directory import RUNNING, Run
+from services.run_page.progress import EARLY_STEPS, Step, advice, counted, failed, first_and_last, mean_rewards
 
 TAIL_LINES = 15
+RECENT_STEPS = 5
 PACE_SECONDS = 86_400
 """The time left is estimated from the steps within this time."""
 SHOWN_SHARE = 0.01
@@ -42,11 +48,105 @@ STYLES = {
 """The style of each state of a node or a run."""
 
 
+def present(
+    console: Console,
+    run: Run,
+    state: str,
+    summary: Mapping[str, Any],
+    outcome: Mapping[str, Any],
+    trainer: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the state of a run, its figures, and the advice on it.
+
+    Args:
+        console: for the output.
+        run: the run.
+        state: the run's state.
+        summary: the content of summary.json of a run that has ended; empty if the trainer has written none.
+        outcome: the content of runner.json of a run that has ended; empty without one.
+        trainer: the reply of the trainer's /stats if it answers.
+    """
+    line = Text.assemble(("run ", "dim"), (run.name, "bold"), "  ", (state, STYLES.get(state, "yellow")))
+    console.print(line.append(f", {trainer['phase']}") if trainer else line)
+    table = Table.grid(padding=(0, 2))
+    for name, value in figures(run, state, summary, outcome, trainer):
+        table.add_row(Text(name, "dim"), Text(value))
+    console.print(table)
+    if hint := run.advice():
+        console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
+
+
+def figures(
+    run: Run,
+    state: str,
+    summary: Mapping[str, Any],
+    outcome: Mapping[str, Any],
+    trainer: Mapping[str, Any] | None,
+) -> Iterator[tuple[str, str]]:
+    """Yield the figures of a run with their labels; see ``present``."""
+    if trainer:
+        yield "now", in_words(trainer["activity"])
+    yield from ((name, str(summary[name])) for name in ("model", "dataset", "device") if name in summary)
+    steps, total = run.steps(), trainer["total_steps"] if trainer else 0
+    last = steps[-1].step if steps else summary.get("steps")
+    if last is not None:
+        yield "steps", f"{last} of {total}" if total else str(last)
+        yield reward_change(summary if "reward_first" in summary else first_and_last(mean_rewards(steps)))
+    for source, own in summary.get("sources", {}).items():
+        accuracies = " → ".join(f"{accuracy:.3f}" for accuracy in own["accuracies"] or ())
+        yield f"reward of {source}", reward_change(own)[1] + (f"; accuracy {accuracies}" if accuracies else "")
+    if (share := failed(steps)) is not None:
+        yield "failed completions", share
+    if state == RUNNING and steps:
+        mean = statistics.fmean(step.seconds.get("step", 0.0) for step in steps[-RECENT_STEPS:])
+        yield "a step", duration(mean) + (f", {duration(mean * (total - steps[-1].step))} left" if total else "")
+    yield from outcome_rows(outcome, summary)
+    if failure := run.first_failure():
+        yield "first failed answer", failure
+
+
+def reward_change(rewards: Mapping[str, Any]) -> tuple[str, str]:
+    """Return label and text for the mean rewards of the first and of the last steps, as summary.json has them."""
+    steps, first, last = rewards.get("reward_steps", 0), rewards.get("reward_first"), rewards.get("reward_last")
+    if first is None or last is None:
+        return "mean reward", "none" if first is None else f"{first:.3f}, of the only step"
+    label = "mean reward, first to last step" if steps == 1 else f"mean reward, first to last {steps} steps"
+    return label, f"{first:.3f} → {last:.3f}"
+
+
+def outcome_rows(outcome: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
+    left_out: Counter[str] = Counter(summary.get("rows_left_out"))
+    if left_out:
+        yield "rows left out", f"{left_out.total()} of {summary['rows']} ({counted(left_out)})"
+    if summary.get("accuracy_after") is not None:
+        yield from (_accuracy(summary, when) for when in ("before", "after"))
+    if error := summary.get("evaluation_error"):
+        yield "last evaluation", f"no accuracy: {error}"
+    if outcome:
+        yield "outcome", outcome["reason"]
+        yield "time of last attempt", duration(outcome["seconds"])
+    if summary.get("seconds") is not None:
+        yield "time of training, all attempts", duration(summary["seconds"])
+    if restarts := outcome.get("restarts"):
+        yield "restarts", ", ".join(f"{task} {count}" for task, count in restarts.items())
+
+
+def _accuracy(summary: Mapping[str, Any], when: str) -> tuple[str, str]:
+    """Return label and text of the accuracy ``before`` or ``after``, with its interval and its number of prompts."""
+    parts = ("", "_low", "_high", "_prompts")
+    value, low, high, prompts = (summary.get(f"accuracy_{when}{part}") for part in parts)
+    if value is None:
+        return f"accuracy {when}", "not measured"
+    label = f"accuracy {when}, {prompts} held-out prompt{'' if prompts == 1 else 's'}"
+    return label, f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+
 class View:
     """The events of a run, printed as they happen. A context manager, which keeps a live view on a terminal."""
 
-    def __init__(self, run: Run, console: Console, *, live: bool) -> None:
-        self._run = run
+    def __init__(self, run: nodes.Run, console: Console, *, live: bool) -> None:
+        self._run, self._files = run, Run(run.run_dir)
         self._console = console
         ranks = [(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)]
         self._states = dict.fromkeys(ranks, State.WAITING.value)
@@ -128,25 +228,24 @@ class View:
         """The state of each node by ``{task}-{rank}``."""
         return {f"{task}-{rank}": state for (task, rank), state in self._states.items()}
 
-    def trainer(self, status: TrainerStatus | None) -> None:
-        """Show the trainer's status, or which nodes are not up while the trainer is not; None if it did not answer."""
-        if status is not None:
-            self._total_steps = status.total_steps
-            self._progress.update(self._steps, total=status.total_steps or None, phase=status.phase)
-            self._doing, since = status.doing, status.since
+    def trainer(self, stats: Mapping[str, Any] | None) -> None:
+        """Show the trainer's /stats, or which nodes are not up while the trainer is not; None if it did not answer."""
+        if stats is not None:
+            self._total_steps, activity = stats["total_steps"], stats["activity"]
+            self._progress.update(self._steps, total=self._total_steps or None, phase=stats["phase"])
         elif self._states[Task.TRAINER, 0] in STARTING:
-            nodes = {node: state for node, state in self.states.items() if self._is_asked(node)}
-            missing = ", ".join(node for node, state in nodes.items() if state in STARTING)
-            done = f"{list(nodes.values()).count('up')} of {len(nodes)} up"
+            asked = {node: state for node, state in self.states.items() if self._address(node) is not None}
+            missing = ", ".join(node for node, state in asked.items() if state in STARTING)
+            done = f"{list(asked.values()).count('up')} of {len(asked)} up"
             activity = {"what": f"waiting for {missing}", "done": done, "since": self._changed, "until": None}
-            self._doing, since = in_words(activity), self._changed
         else:
             return  # a trainer at work may be too busy to answer
-        if self._live is None and self._report_timer.is_due(since, is_early=not self._first_steps):
+        self._doing = in_words(activity)
+        if self._live is None and self._report_timer.is_due(activity["since"], is_early=not self._first_steps):
             self._say(self._doing, "dim")
 
-    def _is_asked(self, node: str) -> bool:
-        return health_address(self._run.addresses.endpoints, node) is not None
+    def _address(self, node: str) -> str | None:
+        return health_address(self._run.addresses.endpoints, node)
 
     def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
         """Say that a task which watched the run for this view ended with an error."""
@@ -159,11 +258,11 @@ class View:
 
     def _explain(self, task: TaskSpec, rank: int) -> None:
         """Print why a node failed: the last error that it logged, else the end of its log."""
-        log = self._run.log(task, rank)
-        error = last_error(log)
+        node = f"{task.name}-{rank}"
+        error = self._files.last_error(node)
         if error is None:
-            end = "\n".join(f"  {line}" for line in lines_since_start(log)[-TAIL_LINES:])
-            self._say(f"the end of {shown_path(log)}:\n{end}", "dim")
+            end = "\n".join(f"  {line}" for line in self._files.log_end(node)[-TAIL_LINES:])
+            self._say(f"the end of {shown_path(self._run.log(task, rank))}:\n{end}", "dim")
         elif error != self._explained.get(task.name):
             self._say(f"  {error}", "red")
             self._explained[task.name] = error
@@ -179,7 +278,7 @@ class View:
 
 
 def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
-    """Return a step's line: number, reward, failed completions, loss, seconds by phase, bytes, time left, failure.
+    """Return a step's line: number, reward, failed completions, loss, seconds by phase, time left, failure.
 
     Args:
         step: the step.

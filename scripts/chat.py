@@ -10,19 +10,21 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from local_runner.directory import all_runs, find_run, shown_path
+from local_runner.launch import shown_path
 from services.core import logs
+from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import Run, all_runs, find_run
 
 CONFIG = "config.json"
+CONTEXT_TOKENS = 8192
+"""The most tokens of a conversation; each engine has a cache of this size."""
 
 
 def main(
@@ -37,63 +39,42 @@ def main(
     """Talk to a run's model and to the model that it began as."""
 
     logs.configure("chat", "error")
-    directory = find_run(run)
-    start, result = models(directory)
-    data = settings_of(directory, "data-server")
-    longest = max_new_tokens or longest_answer(directory)
-    # Not at the top, since torch takes seconds to import and a run may be named wrongly.
-    from local_runner.chat_model import ChatModel
-
+    found = find_run(run)
+    start, result = models(found)
+    longest = max_new_tokens or found.settings(Task.TRAINER).get("max_new_tokens")
+    if longest is None:
+        raise ConfigurationError(f"{found.path}/{CONFIG} has no MAX_NEW_TOKENS of the trainer; give --max-new-tokens")
+    titles = (start, shown_path(found.path / "model"))
     console = Console(markup=False, highlight=False)
-    console.print(f"loading {start} and {shown_path(Path(result))}; then each line that you give is a prompt")
+    console.print(f"loading {titles[0]} and {titles[1]}; then each line that you give is a prompt")
     console.print(f"an answer ends after {longest} tokens at the latest; --max-new-tokens sets another limit")
-    both = [ChatModel(model, data) for model in (start, result)]
+    both = [ChatModel(model, found.settings(Task.DATA_SERVER)) for model in (start, result)]
     with ThreadPoolExecutor(len(both)) as threads:
         for line in lines():
             table = Table(expand=True)
-            for title in (start, shown_path(Path(result))):
+            for title in titles:
                 table.add_column(title, ratio=1, overflow="fold")
             answers = threads.map(ChatModel.answer, both, repeat(line), repeat(longest), repeat(temperature))
             table.add_row(*(answer or "(ended without a word)" for answer in answers))
             console.print(table)
 
 
-def models(run_dir: Path) -> tuple[str, str]:
+def models(run: Run) -> tuple[str, str]:
     """Return the model that a run began as, and the directory of the model that it has made.
 
     Raises:
         ConfigurationError: the run has no model, or does not say which it began as.
     """
-    result, start = run_dir / "model", settings_of(run_dir, "ppo-trainer").get("model_name")
+    result, start = run.path / "model", run.settings(Task.TRAINER).get("model_name")
     if not (result / CONFIG).is_file():
-        there = [path.name for path in all_runs(run_dir.parent) if (path / "model" / CONFIG).is_file()]
+        there = [other.name for other in all_runs(run.path.parent) if (other.path / "model" / CONFIG).is_file()]
         raise ConfigurationError(
-            f"{run_dir} has no model/, which a run writes at its end; runs with a model: "
+            f"{run.path} has no model/, which a run writes at its end; runs with a model: "
             f"{', '.join(there[:5]) or 'none'}"
         )
     if not start:
-        raise ConfigurationError(f"{run_dir}/config.json does not name the model that the run began as")
+        raise ConfigurationError(f"{run.path}/{CONFIG} does not name the model that the run began as")
     return start, str(result)
-
-
-def longest_answer(run_dir: Path) -> int:
-    """Return the most tokens that a run's model sampled for one answer, so that it is asked as it was trained.
-
-    Raises:
-        ConfigurationError: the run does not say.
-    """
-    longest: int | None = settings_of(run_dir, "ppo-trainer").get("max_new_tokens")
-    if longest is None:
-        raise ConfigurationError(f"{run_dir}/config.json has no MAX_NEW_TOKENS of the trainer; give --max-new-tokens")
-    return longest
-
-
-def settings_of(run_dir: Path, component: str) -> dict[str, Any]:
-    """Return a component's settings in a run; empty if the run has none of them."""
-    settings: dict[str, Any] = (
-        RunDirectory(run_dir.name, run_dir).overview().components.get(component, {}).get("settings", {})
-    )
-    return settings
 
 
 def lines() -> Iterator[str]:
@@ -106,3 +87,59 @@ def lines() -> Iterator[str]:
             return
         if line:
             yield line
+
+
+class ChatModel:
+    """A model with an embedded engine of its own in this process, and its side of the conversation."""
+
+    def __init__(self, model: str, data: dict[str, Any]) -> None:
+        """Load a model.
+
+        Args:
+            model: a hub name or directory.
+            data: the settings of the run's data-server.
+
+        Raises:
+            ConfigurationError: the model cannot be loaded.
+        """
+        # Not at the top, since torch takes seconds to import and a run may be named wrongly.
+        from services.embedded_engine.compute.engine import Engine
+        from services.embedded_engine.compute.loading import load
+        from services.engines.settings import EngineSettings
+
+        self._loaded = load(
+            EngineSettings.load(model_name=model, engine_max_running_requests=1, engine_max_total_tokens=CONTEXT_TOKENS)
+        )
+        self._is_chat = bool(self._loaded.tokenizer.chat_template) and data.get("prompt_style") != "plain"
+        self._template_args = data.get("chat_template_args") or {}
+        system = data.get("system_prompt")
+        self.messages = [{"role": "system", "content": system}] if system else []
+        """The conversation so far."""
+        self._engine = Engine(self._loaded, on_failure=lambda _: None)
+        self._engine.start()
+
+    def answer(self, line: str, max_new_tokens: int, temperature: float) -> str:
+        """Return the answer to a line, or the engine's refusal, such as of a conversation that is too long."""
+        from services.embedded_engine.http.requests import ChatRequest, CompletionRequest, OpenAIRequest, make_request
+        from services.embedded_engine.http.sglang_routes import completion_text
+        from services.http.problems import ProblemError
+
+        options = {"max_tokens": max_new_tokens, "temperature": temperature}
+        turn = {"role": "user", "content": line}
+        body: OpenAIRequest
+        try:
+            if self._is_chat:
+                chat = {"messages": [*self.messages, turn], "chat_template_kwargs": self._template_args}
+                body = conversation = ChatRequest.model_validate(options | chat)
+                ids = conversation.prompt_ids(self._loaded.tokenizer)
+            else:
+                body = CompletionRequest.model_validate(options | {"prompt": line})
+                ids = self._loaded.encode(line)
+            request = make_request(ids, body, self._loaded)
+        except ProblemError as error:
+            return f"error: {error.detail}"
+        self._engine.submit(request)
+        answer = completion_text(request.done.result().sequences[0], self._loaded)
+        if self._is_chat:
+            self.messages += [turn, {"role": "assistant", "content": answer}]
+        return answer

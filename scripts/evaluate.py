@@ -23,10 +23,10 @@ from evaluation.run import evaluate
 from evaluation.samples import SAMPLES, SampleStore
 from evaluation.settings import MATH_AGENT, EvaluationSettings, WorkflowName
 from local_runner import spec
-from local_runner.directory import find_directory, find_run
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import run_until_signal
+from services.run_page.directory import find_run, named_run
 
 REMOVED = {
     "--allocation": "give its d by --num-servers, its t by --env SGLANG_TP_SIZE=, and its p by --env "
@@ -179,5 +179,5 @@ def _show_samples(output: Path) -> None:
 def run_directory(run: str | None, *, is_named: bool) -> Path | None:
     """Return the directory of the run; None where options or MODEL_NAME name a model or a server instead."""
     if run is not None:
-        return find_directory(run)
-    return None if is_named or os.environ.get("MODEL_NAME") else find_run(None)
+        return Path(run) if named_run(run) is None and Path(run).is_dir() else find_run(run).path
+    return None if is_named or os.environ.get("MODEL_NAME") else find_run(None).path

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from local_runner import directory
 from services.core.endpoints import ENDPOINTS_VARIABLE, TRAINER_RENDEZVOUS_PORT, Task
+from services.run_page.directory import RUNS, find_run
 from trainer.__main__ import launch_ranks
 from trainer.reporting.explanations import Compared, Explanation, GroupReport, Silence
 from trainer.reporting.group_records import GroupRecords
@@ -37,10 +37,10 @@ def main(
     step: Annotated[int, typer.Option(min=1, help="The step.")],
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page with all groups.")] = None,
     as_json: AsJson = False,
-    below: Below = directory.RUNS,
+    below: Below = RUNS,
 ) -> None:
     """Compute a step of a run again, to the bit, and show which groups and tokens moved the weights."""
-    found = in_ranks("explain", directory.find_run(run, below), step)
+    found = in_ranks("explain", find_run(run, below).path, step)
     explained = Explanation.model_validate(found)
     if as_json:
         print(orjson.dumps(found).decode())

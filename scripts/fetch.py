@@ -21,9 +21,9 @@ from typing import Annotated
 
 import typer
 
-from local_runner import directory
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import replace_directory
+from services.run_page.directory import RUNS, Run, named_run
 
 POD = Path(__file__).with_suffix(".yaml")
 MOUNT = "/shared/runs"
@@ -43,14 +43,14 @@ def main(
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/RUN_ID/WHAT.")] = None,
 ) -> None:
     """Copy what a run has made from a cluster's volume to this machine."""
-    run_dir = directory.named_run(run_id) or directory.RUNS / run_id
-    here = run_dir / what
+    of_run = named_run(run_id) or Run(RUNS / run_id)
+    here = of_run.path / what
     target = to or here
     if target.exists():
         raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
     partial = target.with_name(f".{target.resolve().name}.partial")
     # What was fetched of a cluster's run is not that run.
-    if directory.read_nodes(run_dir) is not None:
+    if of_run.nodes is not None:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(here, partial, symlinks=True)
         expected = local_digests(here)

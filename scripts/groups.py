@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from local_runner import directory
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import atomic_write
 from services.protocol import group_file
 from services.protocol.groups import Group
 from services.protocol.prompts import Split
 from services.protocol.rewards import FinishReason
+from services.run_page.directory import RUNS, find_run
 from trainer.reporting.group_records import GroupRecords
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ def main(
         list[Path] | None,
         typer.Option(metavar="FILE", help="JSON Lines; prompts equal to the `prompt` of a line are left out."),
     ] = None,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
+    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Select answers that a run was trained on, token for token."""
-    run_dir = directory.find_run(run, below)
+    run_dir = find_run(run, below).path
     records = GroupRecords(run_dir)
     if not records.steps:
         raise ConfigurationError(

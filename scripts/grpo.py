@@ -139,7 +139,7 @@ OTHER_WORDS = {
 
 def main() -> None:
     """Run the command that the first argument names."""
-    _prefer_own_packages()
+    prefer_own_packages()
     from services.core.errors import exit_code_of
     from services.core.extras import explain_missing_packages
 
@@ -164,7 +164,7 @@ def _application() -> Any:
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
             """Import the command's module, and parse its arguments."""
             assert self.name is not None
-            return _load(self.name).make_context(info_name, args, parent=parent, **extra)
+            return load_command(self.name).make_context(info_name, args, parent=parent, **extra)
 
     class Group(TyperGroup):
         """The commands of COMMANDS."""
@@ -195,7 +195,7 @@ def _application() -> Any:
 _HELP_END = "`grpo COMMAND --help` shows a command's options, with examples."
 
 
-def _load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """Import a command's module, and return its command line."""
     import typer
 
@@ -217,7 +217,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _prefer_own_packages() -> None:
+def prefer_own_packages() -> None:
     """Have this process and those that it starts import the project's packages, whatever the current directory has.
 
     The current directory comes next, as with ``python -m``, because it has people's own rewards and agents.

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from local_runner.directory import RUNS, find_run
 from services.core.errors import ConfigurationError
+from services.run_page.directory import RUNS, find_run
 from trainer.reporting.model_card import write_card
 
 
@@ -27,7 +27,7 @@ def main(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    run_dir = find_run(run, below)
+    run_dir = find_run(run, below).path
     model = run_dir / "model"
     if not any(model.glob("*.safetensors")):
         raise ConfigurationError(f"{run_dir} has no trained model; the run writes it when it ends (grpo status {run})")

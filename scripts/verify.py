@@ -10,19 +10,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from local_runner import directory
 from scripts.explain import AsJson, Below, Run, in_ranks, verdict
 from services.core.errors import ConfigurationError
+from services.run_page.directory import RUNS, find_run
 from trainer.reporting.explanations import Compared
 from trainer.reporting.group_records import GroupRecords
 
 
-def main(run: Run, as_json: AsJson = False, below: Below = directory.RUNS) -> None:
+def main(run: Run, as_json: AsJson = False, below: Below = RUNS) -> None:
     """Compute all recorded steps of a run again, and compare with its checkpoints to the bit. Exit code 1: they differ.
 
     It answers whether another torch, transformers or machine trains the same.
     """
-    run_dir = directory.find_run(run, below)
+    run_dir = find_run(run, below).path
     steps = GroupRecords(run_dir).steps
     if not steps:
         raise ConfigurationError(

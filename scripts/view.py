@@ -14,16 +14,15 @@ from typing import Annotated
 import typer
 from fastapi import FastAPI
 
-from local_runner.directory import error_of, find_directory, find_run, state_of
 from services.core import logs
 from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.http.server import listen, serve
-from services.run_page.directory import RunDirectory, find_runs
+from services.run_page.directory import Run, find_run, find_runs
 from services.run_page.routes import PUBLIC, add_run_page
 
 
-def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
+def create_view_app(settings: Settings, runs: list[Run]) -> FastAPI:
     """Return the application that shows ``runs``."""
 
     @asynccontextmanager
@@ -31,8 +30,7 @@ def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
         yield
 
     app = create_service_app("run-view", settings=settings, lifespan=lifespan, public=PUBLIC, description=__doc__ or "")
-    asks_token = settings.token is not None
-    add_run_page(app, lambda: runs, state_of, now=None, asks_token=asks_token, error_of=error_of)
+    add_run_page(app, runs, asks_token=settings.token is not None)
     return app
 
 
@@ -51,7 +49,7 @@ def main(
 
     settings = Settings.load()
     logs.configure("run-view", "warning")
-    runs = find_runs([find_directory(name) for name in names] if names else [find_run(None)])
+    runs = find_runs(names) if names else [find_run(None)]
     listener = listen(host, port)
     url = f"http://{host}:{listener.getsockname()[1]}"
     print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)

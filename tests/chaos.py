@@ -27,11 +27,12 @@ from typing import Any
 import orjson
 import psutil
 
-from local_runner import directory, health, nodes, processes, spec
-from local_runner.directory import Nodes
+from local_runner import nodes, processes, spec
 from local_runner.supervisor import LOST_NODES
 from services.core.endpoints import Task
-from services.core.files import read_object, read_records
+from services.core.files import read_records
+from services.run_page import components
+from services.run_page.directory import Nodes, Run
 from trainer.reporting.group_records import GroupRecords
 
 KILL, STOP = "kill", "stop"
@@ -129,7 +130,7 @@ def inject(
     metrics, strikes = run_dir / "metrics.jsonl", list[Strike]()
     if not until(lambda: metrics.exists() and metrics.stat().st_size > 0, is_over):
         return strikes
-    running, start, paused = directory.read_nodes(run_dir), time.monotonic(), 0.0
+    running, start, paused = Run(run_dir).nodes, time.monotonic(), 0.0
     assert running is not None
     survived = {t.name: LOST_NODES if t.recover_on_exit_codes else t.max_restarts_on_errors for t in group.tasks}
     for fault in draw({node: survived[task_of(node)] for node in running.states}):
@@ -174,15 +175,15 @@ def is_healthy(running: Nodes, node: str, gone: Set[psutil.Process] = frozenset(
     addresses = [nodes.health_address(running.endpoints, one) for one in others]
 
     async def are_up() -> bool:
-        async with health.client() as http:
-            return all([await health.state(http, address) == health.UP for address in addresses if address])
+        async with components.questioner() as http:
+            return all([await components.ask_state(http, address) == components.UP for address in addresses if address])
 
     return asyncio.run(are_up())
 
 
 def certify(run_dir: Path, strikes: Sequence[Strike], quiet: Path) -> dict[str, Any]:
     """Return the faults, the run's steps and groups, whether its weights equal those of ``quiet``, and problems."""
-    outcome, records = read_object(run_dir / directory.OUTCOME), GroupRecords(run_dir)
+    outcome, records = Run(run_dir).outcome, GroupRecords(run_dir)
     steps = [line["step"] for line in read_records(run_dir / "metrics.jsonl")]
     heads = [records.head(step) for step in records.steps]
     uses = Counter(entry.group_id for head in heads for entry in head.groups if not entry.is_replayed)
@@ -210,8 +211,8 @@ def certify(run_dir: Path, strikes: Sequence[Strike], quiet: Path) -> dict[str, 
 
 def _differing(run_dir: Path, quiet: Path) -> list[str] | None:
     """Return the files of weights that differ; None where no two runs are equal to the bit."""
-    trainer = read_object(quiet / "config.json").get("components", {}).get(Task.TRAINER.value, {})
-    if trainer.get("settings", {}).get("mode") == "async" or read_object(quiet / "summary.json")["device"] != "cpu":
+    undisturbed = Run(quiet)
+    if undisturbed.settings(Task.TRAINER).get("mode") == "async" or undisturbed.summary["device"] != "cpu":
         return None
     weights = [path for folder in ("model", "critic") for path in quiet.glob(f"{folder}/*.safetensors")]
     pairs = {str(path.relative_to(quiet)): (run_dir / path.relative_to(quiet), path) for path in weights}

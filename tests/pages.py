@@ -69,7 +69,7 @@ def _split(line: str) -> list[list[str]]:
 @functools.cache
 def grpo_command(name: str) -> Any:
     """Return the command line of a subcommand of grpo."""
-    return grpo._load(name)
+    return grpo.load_command(name)
 
 
 def check_grpo(command: list[str]) -> None:

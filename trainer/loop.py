@@ -14,7 +14,7 @@ from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import Group
-from services.run_page.directory import of_sources
+from services.run_page.progress import of_sources
 from trainer.algorithm.gae import critic_metrics
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.teachers import is_taught, teacher_metrics, with_teacher

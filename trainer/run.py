@@ -22,7 +22,7 @@ from services.core.tasks import InterruptedCallError, ServiceThread
 from services.protocol.base import ComponentRecord
 from services.protocol.prompts import DataStats
 from services.reward_columns import check_columns
-from services.run_page.directory import first_and_last
+from services.run_page.progress import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded
 from trainer.checkpoints.checkpoint import CheckpointStore

@@ -17,9 +17,9 @@ from benchmarks.job import Job
 from benchmarks.results import job_runs
 from benchmarks.results.job_runs import AFTER, Figures
 from benchmarks.results.runs import Results
-from services.protocol.rewards import GREEDY
 from local_runner.spec import env_file
 from services.environment_server.games import draw_heaps, is_optimal
+from services.protocol.rewards import GREEDY
 
 AGENT_SETTINGS = env_file(ROOT / "examples/demo-agent.env")
 ENVIRONMENT_SETTINGS = env_file(ROOT / "examples/demo-environment.env")

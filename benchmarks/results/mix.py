@@ -24,7 +24,7 @@ from benchmarks.results.comparisons import NEEDS_SEEDS, REWARD, Measure, compare
 from benchmarks.results.job_runs import AFTER, BEFORE, Figures
 from benchmarks.results.runs import Result, Results, Run, Settings, Train, by_variant
 from local_runner.spec import env_file
-from services.run_page.directory import of_sources
+from services.run_page.progress import of_sources
 
 TASK = MIX = "mix"
 MIX_SETTINGS = env_file(ROOT / "examples/demo-mix.env") | {"MAX_STEPS": "12"}

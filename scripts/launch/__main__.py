@@ -57,7 +57,7 @@ def main(
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
+) -> int | None:
     """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
     _require_options(context)
     from scripts.launch import launching, plan
@@ -71,7 +71,8 @@ def main(
     )
     preset = None if stock else plan.preset_of(options, file)
     planned = plan.plan_of(file, size, options, chosen, secrets, image, preset)
-    launching.launch(planned, file, options, secrets, output, checks_cluster=check, dry_run=dry_run, yes=yes)
+    # A program gets the job's number.
+    return launching.launch(planned, file, options, secrets, output, checks_cluster=check, dry_run=dry_run, yes=yes)
 
 
 def _require_options(context: typer.Context) -> None:

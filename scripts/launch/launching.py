@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from local_runner import spec
-from local_runner.directory import grpo_command
+from local_runner.launch import grpo_command
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.models import Model
 from scripts.launch.plan import ROOT, VOLUME, Plan, Size, layout_of, variables_of
@@ -40,8 +40,8 @@ def launch(
     checks_cluster: bool,
     dry_run: bool,
     yes: bool,
-) -> None:
-    """Write the YAMLs of a plan, show them, and launch them unless it is a dry run.
+) -> int | None:
+    """Write the YAMLs of a plan, show them, and launch them unless it is a dry run; return the job's number.
 
     Args:
         plan: the plan.
@@ -57,7 +57,7 @@ def launch(
     directory = output or _directory(plan.model, plan.size, file)
     files = _write(plan, text, CHECK if checks_cluster else file, directory)
     tasks = tuple(CHECKS) if checks_cluster else (Task.TRAINER,)
-    _start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
+    return _start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
 
 
 def _directory(model: Model, size: Size, file: Path) -> Path:
@@ -158,14 +158,15 @@ def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
 
 def _start(
     files: tuple[Path, Path], text: str, secrets: Mapping[str, str], *, dry_run: bool, yes: bool, tasks: Sequence[str]
-) -> None:
-    """Launch the files, unless it is a dry run, and print the commands that follow: the logs are those of ``tasks``."""
+) -> int | None:
+    """Launch the files, unless it is a dry run; print the commands that follow, and return the job's number."""
     job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=partial(_confirm, text, secrets, yes=yes))
     if job is None:
         _print_commands(files, secrets)
     else:
         logs_of = " and ".join(f"sky jobs logs {job} {task}" for task in tasks)
         print(f"job {job}; its log: {logs_of}; to end it: sky jobs cancel {job}")
+    return job
 
 
 def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import orjson
 
-from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
 from scripts.reference import ROOT, write_or_check
 from services.core.files import read_object
 from services.core.machine import cores
-from services.run_page.directory import first_and_last
+from services.run_page.directory import Run
+from services.run_page.progress import Step, first_and_last, mean_rewards
 
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "demo.json"
@@ -38,7 +38,7 @@ def read_run(run: Path) -> dict[str, Any]:
     summary, outcome = read_object(run / "summary.json"), read_object(run / "runner.json")
     if not summary or not outcome:
         raise SystemExit(f"error: {run} has no summary.json and runner.json; give the directory of a finished demo run")
-    steps = new_steps(GrowingFile(run / "metrics.jsonl"))
+    steps = Run(run).steps()
     settings = read_object(run / "config.json")["components"]["ppo-trainer"]["settings"]
     return {
         "machine": f"{platform.system()} {platform.machine()}, {cores()} cores",

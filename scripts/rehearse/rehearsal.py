@@ -18,13 +18,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig
 
-from local_runner import checks, directory, nodes, processes, spec
+from local_runner import checks, nodes, processes, spec
 from local_runner.doctor import checks_before_rows
-from local_runner.fork import in_this_python
+from local_runner.launch import Launch
 from local_runner.plan import Plan, reward_problem
-from local_runner.progress import counted
-from local_runner.run import read_group
-from local_runner.summary import Launch
+from local_runner.processes import in_this_python
 from local_runner.view import duration
 from scripts.launch.models import MEMORY, WEIGHT_BYTES
 from scripts.launch.plan import Plan as LaunchPlan
@@ -41,6 +39,8 @@ from services.core.models import context_length
 from services.data_server.settings import PromptStyle
 from services.embedded_engine.compute.loading import end_token_ids
 from services.http.problems import ProblemError
+from services.run_page.directory import Run
+from services.run_page.progress import counted
 from trainer.config import Mode, TrainerSettings
 from trainer.preflight.check import gigabytes
 from trainer.rollouts.groups import OWN_REASONS
@@ -139,7 +139,7 @@ class Rehearsal:
     def check(self, right: str, plan: LaunchPlan | None) -> None:
         """Check what a dry run checks, then template, rows and rewards, and predict the launch."""
         with self.refusals(stop_run=True):
-            group, *_ = read_group(self.file, self._settings({}), [], list(self.secrets), [], small=True)
+            group, _ = Launch(self.file, self._settings({}), secrets=list(self.secrets), small=True).group()
             with nodes.allocate(group) as addresses:
                 run = nodes.Run(group, RUN_ID, self.folder, addresses, mark=f"rehearsal-{uuid.uuid4().hex}")
                 loaded = checks.load_all(run)
@@ -330,7 +330,7 @@ class Rehearsal:
                 process.wait(60 * minutes)
             except subprocess.TimeoutExpired:
                 self.change(f"the run took more than --minutes {minutes:g}; its logs are kept with --keep DIR")
-        if error := directory.error_of(self.run_dir):
+        if error := Run(self.run_dir).error:
             self.change(f"the run failed: {error}")
         elif process.returncode and not self.changes:
             lines = (self.folder / "output.txt").read_text("utf-8").splitlines() or ["nothing"]

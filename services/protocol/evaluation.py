@@ -165,7 +165,7 @@ class ServerMode(StrEnum):
 class DiscoveredServer(WireModel):
     """An environment server that discovery found in a cluster, a SkyServe service, or a given address.
 
-    ``entrance`` is the address of the load balancer of a replica's service, whose requests SkyServe's autoscaler counts.
+    ``entrance`` is the address of the load balancer of a replica's service, whose requests SkyServe counts to scale.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The monitor of the job group's components, for the run page.
+"""The components of a job group: single questions to them, for a terminal, and their monitor, for the run page.
 
 The monitor runs only while somebody looks: a request for the components keeps it awake for a while. It sends each
 request once, with a short timeout, so that a component that hangs shows as silent and delays nothing else.
@@ -23,14 +23,48 @@ from services.http.client import HttpClient, problem_detail
 
 POLL_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
+QUESTION_SECONDS = 3.0
 AWAKE_SECONDS = 15.0
 
 MANY_NODES = (Task.GATEWAY, Task.ENVIRONMENT_SERVER)
 """The services that may have any number of nodes, which appear once they are found."""
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER, Task.ROLLOUT_SERVER)
 
+UP, BUSY, SILENT = "up", "busy", "silent"
+
 Json = dict[str, Any]
 Read = Callable[["Component"], Awaitable[None]]
+
+
+def questioner(token: str | None = None) -> httpx.AsyncClient:
+    """Return a client of a run's components with a connection for each request, because components may restart."""
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=QUESTION_SECONDS, limits=limits, trust_env=False, headers=headers)
+
+
+async def ask_state(http: httpx.AsyncClient, address: str) -> str:
+    """Return UP, or the status that a component's /health gives if it answers another code than 200.
+
+    A component that listens and does not answer in QUESTION_SECONDS is BUSY, as the trainer may be during a step. A
+    component that cannot be reached is SILENT.
+    """
+    try:
+        response = await http.get(f"http://{address}/health")
+    except httpx.ReadTimeout:
+        return BUSY
+    except httpx.TransportError:
+        return SILENT
+    return UP if response.status_code == httpx.codes.OK else health_of(response)[0]
+
+
+async def ask_trainer(http: httpx.AsyncClient, address: str) -> Json | None:
+    """Return the trainer's /stats: phase, total_steps, activity; None while the trainer does not answer."""
+    try:
+        stats: Json = (await http.get(f"http://{address}/stats")).raise_for_status().json()
+    except httpx.HTTPError:
+        return None
+    return stats
 
 
 @dataclass
@@ -119,7 +153,7 @@ class ComponentMonitor:
             if response.status_code == httpx.codes.OK:
                 await read(component)
         except DependencyLostError as error:
-            component.state, component.detail = "silent", str(error)
+            component.state, component.detail = SILENT, str(error)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             # Another program, or another version, listens there.
             component.state, component.detail = "unhealthy", f"answered something else than expected: {error!r}"

@@ -1,55 +1,86 @@
-"""A run directory as the run page reads it: settings, outcome, metrics by column, first and last rewards, samples."""
+"""Run directories: the state, steps, outcome and files of a run, for commands, the run page, trainers and programs."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+import contextlib
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.core.errors import ConfigurationError
-from services.core.files import read_object
-from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
+from services.core.files import read_from, read_object, write_json
+from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
+from services.run_page.progress import EARLY_STEPS, Step, advice
+from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, read_lines
 
-RECORDS_A_REPLY = 1000
-METRIC_DIGITS = 6
-MARKS = ("nodes.json", "runner.lock", "metrics.jsonl", "components")
+RUNS = Path("runs")
+NODES, LOCK = "nodes.json", "runner.lock"
+OUTCOME = "runner.json"
+"""The file in which a local runner records how the run ended; it does not exist while the run runs."""
+MARKS = (NODES, LOCK, "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
-AVERAGED_STEPS = 3
-"""Most steps at the start and at the end over which rewards are averaged."""
 FORK = "fork.json"
 """The file of a run directory with the run that it was forked from."""
 FIRST_FAILURE = "first_failure.txt"
 """The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
+START_MARK = "=== "
+"""The beginning of the line that a node's log has at every start."""
+LOG_END_BYTES = 2**18
+"""The end of a node's log in which its last error is looked for."""
+
+RUNNING = "running"
+MAYBE = "may be under way"
+"""The state of a run without a local runner, such as a cluster's, that wrote something not long ago."""
+WITHOUT_SUMMARY = "ended without a summary"
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Metrics of some steps by column, with None where a step lacks one; also the reply of GET /api/metrics.
+class Nodes:
+    """A runner's process, and the addresses on which its nodes listen: the content of nodes.json."""
 
-    ``file`` and ``offset`` are the position to continue from. ``restarted`` says that the file was replaced, so that
-    earlier replies are obsolete; ``unreadable`` counts the lines that are not JSON.
-    """
+    pid: int
+    started: float
+    endpoints: dict[str, str]
+    """``host:port`` by ``{task}-{rank}:{port}``, as JOBGROUP_ENDPOINTS has it."""
+    machine: str = field(default_factory=socket.gethostname)
+    """The host name of the runner's machine."""
+    states: dict[str, str] = field(default_factory=dict)
+    """The state of each node as the runner last knew it, by ``{task}-{rank}``."""
+    mark: str = ""
+    """The mark of the run's processes in their environment."""
 
-    file: str
-    offset: int
-    more: bool
-    restarted: bool
-    unreadable: int
-    columns: dict[str, list[float | None]]
-    reward_counts: list[list[tuple[float, int]] | None]
-    """For each step, the number of completions by reward."""
+    @property
+    def is_here(self) -> bool:
+        """Return whether the runner was started on this machine, so that its process can be looked up."""
+        return self.machine == socket.gethostname()
+
+    def is_running(self) -> bool:
+        """Return whether the runner still runs on this machine; its pid alone may be another process's by now."""
+        import psutil  # not above: nodes of a cluster, which have no local runner, do without it
+
+        try:
+            process = psutil.Process(self.pid)
+            # A runner that has ended is a zombie until the program that started it asks for its exit code.
+            is_alive = process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
+            return self.is_here and is_alive
+        except psutil.NoSuchProcess:
+            return False
 
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run with the records of all components and the outcome.
+    """A run with the records of all components, its state, such as ``running`` or ``succeeded``, and its outcome.
 
     ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
     says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE. ``fork`` is that of
-    FORK: the parent's name, the step and the changed settings; empty for a run that is no fork.
+    FORK: the parent's name, the step and the changed settings; empty for a run that is not a fork. ``error`` and
+    ``advice`` are None where there is nothing to say.
     """
 
     name: str
@@ -60,46 +91,271 @@ class RunOverview:
     damaged: list[str]
     first_failure: str
     fork: dict[str, Any]
+    state: str
+    error: str | None
+    advice: str | None
 
 
-@dataclass
-class RunDirectory:
-    """A run; ``name`` distinguishes it from the page's other runs."""
+class Run:
+    """A run, by its directory. Its files are read when they are asked for; the steps once each.
 
-    name: str
-    path: Path
-    samples: SampleIndex = field(init=False)
-    """The groups that were trained on."""
-    evaluations: SampleIndex = field(init=False)
-    """The greedy completions of held-out prompts, each a group of its own."""
+    Every attribute and method that reads a file raises DamagedFileError, which names the file, where the content is
+    not that of a run; ``state`` says so instead.
+    """
 
-    def __post_init__(self) -> None:
-        self.samples = SampleIndex(self.path / "samples.jsonl")
-        self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
+    def __init__(self, path: Path, name: str = "") -> None:
+        """Name the run by its directory, or by a name that distinguishes it from the other runs of a page."""
+        self.path, self.name = path, name or path.name
+        self.samples = SampleIndex(path / "samples.jsonl")
+        """The groups that were trained on."""
+        self.evaluations = SampleIndex(path / "evaluations.jsonl")
+        """The greedy completions of held-out prompts, each a group of its own."""
+        self._lock = threading.Lock()
+        self._steps: list[Step] = []
+        self._position = Position()
 
-    def overview(self) -> RunOverview:
-        """Return the run's settings, outcome and last write; a damaged file counts as empty and is named."""
+    @property
+    def nodes(self) -> Nodes | None:
+        """The content of nodes.json; None for a run that no local runner has run."""
+        with read_from(self.path / NODES):
+            content = read_object(self.path / NODES)
+            return Nodes(**content) if content else None
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """How the run ended, as its local runner recorded it: exit_code, reason, seconds, restarts, failed."""
+        return read_object(self.path / OUTCOME)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The trainer's summary.json; empty until the trainer has written it."""
+        return read_object(self.path / "summary.json")
+
+    @property
+    def components(self) -> dict[str, dict[str, Any]]:
+        """The records of config.json by component: settings, commit, packages."""
+        with read_from(self.path / "config.json"):
+            components = dict(read_object(self.path / "config.json").get("components", {}))
+            return {name: dict(record) for name, record in components.items()}
+
+    def settings(self, component: str) -> dict[str, Any]:
+        """Return a component's settings; empty if the run has none of them."""
+        with read_from(self.path / "config.json"):
+            return dict(self.components.get(component, {}).get("settings", {}))
+
+    @property
+    def runner(self) -> str | None:
+        """The evidence that the run's local runner is alive; None without any.
+
+        The runner holds the lock while it runs the run, also in another container. On a file system without locks only
+        its process shows it, until it has recorded the outcome.
+        """
+        nodes = self.nodes
+        if nodes is not None and nodes.is_running() and not (self.path / OUTCOME).exists():
+            return f"its runner is process {nodes.pid} of this machine"
+        try:
+            # Shared, so that no two readers take each other for the runner.
+            with (self.path / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"its runner holds {LOCK}"
+        except OSError:
+            pass  # no runner's file, no locks here, or another user's file
+        return None
+
+    @property
+    def state(self) -> str:
+        """The state of the run: ``running``, its outcome, MAYBE or WITHOUT_SUMMARY.
+
+        A run with a live local runner is running, whatever earlier attempts left. Of another run its runner's record
+        tells the outcome. Without a record the run is a cluster's, or its runner was killed. Then the trainer's summary
+        tells the outcome if there is one; a trainer that resumes removes an earlier one.
+        """
+        try:
+            if self.runner is not None:
+                return RUNNING
+            if outcome := self.outcome:
+                ended = "failed" if outcome.get("failed") else "interrupted"
+                return "succeeded" if outcome["exit_code"] == 0 else ended
+            if status := self.summary.get("status"):
+                return str(status)
+            return WITHOUT_SUMMARY if self.under_way(self.last_written()) is None else MAYBE
+        except (ValueError, LookupError, OSError) as error:  # damaged files, or a run that is being removed
+            return f"unknown: {error}"
+
+    @property
+    def error(self) -> str | None:
+        """Why the run failed: the outcome, and the error of the node that failed; None for a run that did not fail.
+
+        Without a record of a local runner, the trainer's summary tells it.
+        """
+        try:
+            outcome, summary = self.outcome, self.summary
+            if not outcome:
+                return summary.get("error")
+            if outcome["exit_code"] == 0 or (node := outcome.get("failed")) is None:
+                return None
+            error = self.last_error(node) or summary.get("error")
+            reason = outcome.get("reason", f"{node} failed")
+            return f"{reason}: {error.removeprefix('error: ')}" if error else f"{reason}; see logs/{node}.log"
+        except (ValueError, LookupError, OSError):  # the state and the damage of the files say so
+            return None
+
+    def under_way(self, written: float) -> str | None:
+        """Return why the run is, or may be, under way; None when it is over.
+
+        A local run is under way while its runner lives. A run of another machine or a cluster is over when nothing has
+        been written for UNDER_WAY_SECONDS. ``written`` is the time of its newest file.
+        """
+        if (runner := self.runner) is not None:
+            return runner
+        nodes, ago = self.nodes, max(time.time() - written, 0.0)
+        if (nodes is not None and nodes.is_here) or ago >= UNDER_WAY_SECONDS:
+            return None
+        where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
+        return (
+            f"it may still run in {where}, since it was last written {ago / 60:.0f} minutes ago; "
+            f"if it is over, remove it by hand: rm -r {self.path}"
+        )
+
+    def last_written(self) -> float:
+        """Return the time of the newest of the run's own files and logs."""
+        return last_modified(self.path, [*self.path.glob("*.json*"), *self.path.glob("logs/*.log")])
+
+    def usage(self, below: str = ".") -> tuple[int, float]:
+        """Return the disk space of the run, or of a directory of it, in bytes, and the time of the newest file there.
+
+        A file with several links counts once, and symbolic links are not followed.
+        """
+        sizes: dict[tuple[int, int], int] = {}
+        written = 0.0
+        for parent, _, names in os.walk(self.path / below):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a running run
+                    status = os.lstat(os.path.join(parent, name))
+                    sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+                    written = max(written, status.st_mtime)
+        return sum(sizes.values()), written or self.path.stat().st_mtime
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run's lock, as its runner does while it runs; on a shared volume it binds all machines.
+
+        Raises:
+            ConfigurationError: another process has the lock, the file system has no locks, or the file belongs to
+                another user.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context((self.path / LOCK).open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigurationError(
+                    f"{self.path} is already running: its runner holds {LOCK}; end it or give another --run-id"
+                ) from None
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{self.path} cannot be locked: {error}; needed is a directory of this user whose file system has "
+                    "locks"
+                ) from error
+            yield
+
+    def record_nodes(self, nodes: Nodes) -> None:
+        """Write nodes.json, which says which process runs the run and where its nodes are; remove an earlier outcome.
+
+        Raises:
+            ConfigurationError: the run directory cannot be written.
+        """
+        with contextlib.suppress(OSError):  # such as a missing file; the run's end tells of one that cannot be written
+            (self.path / OUTCOME).unlink()
+        try:
+            write_json(self.path / NODES, vars(nodes))
+        except OSError as error:
+            raise ConfigurationError(
+                f"the run directory {self.path} cannot be written: {error}; make room there"
+            ) from error
+
+    def record_states(self, states: Mapping[str, str]) -> None:
+        """Write the states of the nodes into nodes.json, unless it cannot be written."""
+        with contextlib.suppress(OSError):
+            write_json(self.path / NODES, read_object(self.path / NODES) | {"states": states})
+
+    def steps(self) -> list[Step]:
+        """Return the steps of metrics.jsonl, of which only the new lines are read; a resumed run may have fewer."""
+        with self._lock, read_from(self.path / "metrics.jsonl"):
+            read = read_lines(self.path / "metrics.jsonl", self._position)
+            steps = [Step.read(line) for line in read.lines]
+            self._steps = steps if read.restarted else [*self._steps, *steps]
+            self._position = read.end
+            return self._steps
+
+    def advice(self) -> str | None:
+        """Return the advice on the run's steps: of a run that is under way not before EARLY_STEPS of them."""
+        steps = self.steps()
+        is_early = len(steps) < EARLY_STEPS and self.state in (RUNNING, MAYBE)
+        return None if is_early else advice(steps)
+
+    def logs(self) -> list[Path]:
+        """Return the logs of the nodes that have started, in the order of their names."""
+        return sorted((self.path / "logs").glob("*.log"))
+
+    def log_end(self, node: str) -> list[str]:
+        """Return the lines at the end of a node's log, since the node's last start."""
+        log = self.path / "logs" / f"{node}.log"
+        if not log.exists():
+            return []
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_END_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        start = max((number for number, line in enumerate(lines) if line.startswith(START_MARK)), default=-1)
+        return lines[start + 1 :]
+
+    def last_error(self, node: str) -> str | None:
+        """Return the line in which a node named the error that ended it; None if its last start logged none."""
+        return next((line for line in reversed(self.log_end(node)) if line.startswith("error: ")), None)
+
+    def first_failure(self, since: float = 0.0) -> str:
+        """Return the run's first failure of the user's own code; empty without one since that time."""
+        path = self.path / FIRST_FAILURE
+        try:
+            if path.stat().st_mtime < since:
+                return ""
+            with path.open(errors="replace") as file:
+                return str(cut(file.read(MAX_CHARACTERS + 1))).strip()
+        except OSError:
+            return ""
+
+    def overview(self, state: str | None = None) -> RunOverview:
+        """Return what a page shows of the run; a damaged file counts as empty and is named.
+
+        Args:
+            state: the state of a run whose own process asks; None: that of its files.
+        """
         damaged: list[str] = []
 
-        def read(name: str) -> dict[str, Any]:
+        def read(name: str, content: Callable[[], Any]) -> Any:
             try:
-                return read_object(self.path / name)
+                return content()
             except (ValueError, OSError) as error:
                 damaged.append(f"{name} cannot be read: {str(error).removeprefix(f'{self.path / name} ')}")
-                return {}
+                return None
 
-        components = read("config.json").get("components")
-        if not isinstance(components, dict):
-            components = {}
+        try:
+            hint = self.advice()
+        except (ValueError, OSError):  # the page counts the lines that cannot be read
+            hint = None
         return RunOverview(
             name=self.name,
             path=str(self.path),
             written=self._written(),
-            components={name: record for name, record in components.items() if isinstance(record, dict)},
-            summary=read("summary.json"),
+            components=read("config.json", lambda: self.components) or {},
+            summary=read("summary.json", lambda: self.summary) or {},
             damaged=damaged,
-            first_failure=first_failure(self.path),
-            fork=read(FORK),
+            first_failure=self.first_failure(),
+            fork=read(FORK, lambda: read_object(self.path / FORK)) or {},
+            state=state or self.state,
+            error=self.error,
+            advice=hint,
         )
 
     def _written(self) -> float | None:
@@ -108,44 +364,55 @@ class RunDirectory:
         except OSError:
             return None
 
-    def metrics(self, start: Position) -> Metrics:
-        """Return the metrics of up to RECORDS_A_REPLY steps after ``start``."""
-        read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
-        records = [record for line in read.lines if (record := parse(line)) is not None]
-        names = dict.fromkeys(name for record in records for name in record)
-        for no_column in ("reward_counts", "failures"):
-            names.pop(no_column, None)
-        return Metrics(
-            file=read.end.file,
-            offset=read.end.offset,
-            more=read.more,
-            restarted=read.restarted,
-            unreadable=len(read.lines) - len(records),
-            columns={name: [_number(record.get(name)) for record in records] for name in names},
-            reward_counts=[_counts(record.get("reward_counts")) for record in records],
-        )
+
+def is_run(path: Path) -> bool:
+    """Return whether ``path`` is a run's directory, also of a run that failed before its first step."""
+    return path.is_dir() and any((path / mark).exists() for mark in MARKS)
 
 
-def find_runs(paths: list[Path]) -> list[RunDirectory]:
-    """Return the runs at ``paths``, each a run directory or a directory of run directories, with distinct names.
+def named_run(name: str, runs: Path = RUNS) -> Run | None:
+    """Return the run with the id or directory ``name``; None if it does not exist."""
+    return next((Run(path) for path in (runs / name, Path(name)) if is_run(path)), None)
+
+
+def all_runs(runs: Path = RUNS) -> list[Run]:
+    """Return the runs in the directory ``runs``, the one last written to first."""
+    return sorted(map(Run, filter(is_run, runs.glob("*"))), key=Run.last_written, reverse=True)
+
+
+def newest(runs: Path = RUNS) -> str:
+    """Return the names of the newest runs, for an error message."""
+    return ", ".join(run.name for run in all_runs(runs)[:5]) or "none"
+
+
+def find_run(name: str | None, runs: Path = RUNS) -> Run:
+    """Return a run, given by its id (a directory in ``runs``) or its directory; by default the newest.
 
     Raises:
-        ConfigurationError: a path is neither.
+        ConfigurationError: there is no such run.
     """
-    run_dirs: list[Path] = []
-    for path in paths:
-        if is_run(path):
-            run_dirs.append(path)
-            continue
-        within = sorted(child for child in path.iterdir() if is_run(child)) if path.is_dir() else []
-        if not within:
-            raise ConfigurationError(
-                f"{path} is not a run directory: it has none of {', '.join(MARKS)}, nor has a directory in it. "
-                "Give one such as runs/grpo-1, or the directory of all runs."
-            )
-        run_dirs += within
-    unique = list(dict.fromkeys(path.resolve() for path in run_dirs))
-    return [RunDirectory(_shortest_name(path, unique), path) for path in unique]
+    run = next(iter(all_runs(runs)), None) if name is None else named_run(name, runs)
+    if run is not None:
+        return run
+    if name is None:
+        raise ConfigurationError(f"there is no run below {runs}/ here; name the run's directory")
+    raise ConfigurationError(
+        f"{name} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: {newest(runs)}"
+    )
+
+
+def find_runs(names: Sequence[str]) -> list[Run]:
+    """Return runs, each once and under a name of its own; a name is that of a run, or of a directory of runs.
+
+    Raises:
+        ConfigurationError: a name is of neither.
+    """
+    paths: list[Path] = []
+    for name in names:
+        within = [] if named_run(name) is not None or not Path(name).is_dir() else filter(is_run, Path(name).iterdir())
+        paths += sorted(within) or [find_run(name).path]
+    unique = list(dict.fromkeys(path.resolve() for path in paths))
+    return [Run(path, _shortest_name(path, unique)) for path in unique]
 
 
 def _shortest_name(path: Path, among: list[Path]) -> str:
@@ -154,57 +421,3 @@ def _shortest_name(path: Path, among: list[Path]) -> str:
     lengths = range(1, len(path.parts) + 1)
     parts = next(path.parts[-n:] for n in lengths if all(path.parts[-n:] != other.parts[-n:] for other in others))
     return str(Path(*parts))
-
-
-def is_run(path: Path) -> bool:
-    """Return whether ``path`` is a run's directory, also of a run that failed before its first step."""
-    return path.is_dir() and any((path / mark).exists() for mark in MARKS)
-
-
-def first_failure(run_dir: Path, since: float = 0.0) -> str:
-    """Return the run's first failure of the user's own code; empty without one since that time."""
-    path = run_dir / FIRST_FAILURE
-    try:
-        if path.stat().st_mtime < since:
-            return ""
-        with path.open(errors="replace") as file:
-            return str(cut(file.read(MAX_CHARACTERS + 1))).strip()
-    except OSError:
-        return ""
-
-
-def _number(value: Any) -> float | None:
-    """Return a metric with METRIC_DIGITS digits, which keeps replies small; None if it is not a finite number."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    # Times and byte counts are whole or need all their digits.
-    if isinstance(value, int) or value.is_integer() or abs(value) >= 1e6:
-        return value
-    return float(f"{value:.{METRIC_DIGITS}g}")
-
-
-def _counts(value: Any) -> list[tuple[float, int]] | None:
-    """Return the number of completions by reward; None unless the value is a list of pairs of numbers."""
-    if not isinstance(value, list):
-        return None
-    pairs: list[Any] = [v for v in value if isinstance(v, list) and len(v) == 2 and None not in map(_number, v)]
-    return pairs
-
-
-def of_sources(record: Mapping[str, Any], column: str) -> dict[str, Any]:
-    """Return what a record of metrics has of a column for each source, by the source's name."""
-    start = f"{column}/"
-    return {name.removeprefix(start): value for name, value in record.items() if name.startswith(start)}
-
-
-def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
-    """Return the mean rewards of the first and of the last steps, and the number of steps that each averages.
-
-    No step is in both means. A single step has a first mean only; without steps there is none.
-    """
-    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
-    return {
-        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
-        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
-        "reward_steps": min(steps, len(rewards)),
-    }

@@ -21,6 +21,8 @@ from typing import IO, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+RECORDS_A_REPLY = 1000
+METRIC_DIGITS = 6
 BLOCK_BYTES = 4 * 2**20
 LINES_A_BLOCK = 4096
 MAX_CHARACTERS = 100_000
@@ -53,8 +55,14 @@ class Lines:
     more: bool
 
 
-def read_lines(path: Path, start: Position, limit: int) -> Lines:
-    """Return up to ``limit`` complete lines after ``start``; none while the file does not exist."""
+def read_lines(path: Path, start: Position, limit: int | None = None) -> Lines:
+    """Return the complete lines after ``start``; none while there is no file.
+
+    Args:
+        path: the file.
+        start: the position to continue from.
+        limit: the most lines, which then have at most about BLOCK_BYTES; None: all.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -68,7 +76,7 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
         lines: list[bytes] = []
         offsets: list[int] = []
         spent = 0
-        while len(lines) < limit and spent < BLOCK_BYTES:
+        while limit is None or (len(lines) < limit and spent < BLOCK_BYTES):
             line = file.readline()
             if not line.endswith(b"\n"):
                 break  # the end, or still being written
@@ -76,7 +84,7 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
             offsets.append(offset + spent)
             spent += len(line)
     end = Position(identity, offset + spent)
-    is_full = len(lines) == limit or spent >= BLOCK_BYTES
+    is_full = limit is not None and (len(lines) == limit or spent >= BLOCK_BYTES)
     return Lines(lines, offsets, end, restarted, more=is_full and end.offset < status.st_size)
 
 
@@ -87,6 +95,60 @@ def parse(line: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int | float) else None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Metrics of some steps by column, with None where a step lacks one; also the reply of GET /api/metrics.
+
+    ``file`` and ``offset`` are the position to continue from. ``restarted`` says that the file was replaced, so that
+    earlier replies are obsolete; ``unreadable`` counts the lines that are not JSON.
+    """
+
+    file: str
+    offset: int
+    more: bool
+    restarted: bool
+    unreadable: int
+    columns: dict[str, list[float | None]]
+    reward_counts: list[list[tuple[float, int]] | None]
+    """For each step, the number of completions by reward."""
+
+
+def read_metrics(path: Path, start: Position) -> Metrics:
+    """Return the metrics of up to RECORDS_A_REPLY steps of a metrics.jsonl after ``start``."""
+    read = read_lines(path, start, RECORDS_A_REPLY)
+    records = [record for line in read.lines if (record := parse(line)) is not None]
+    names = dict.fromkeys(name for record in records for name in record)
+    for no_column in ("reward_counts", "failures"):
+        names.pop(no_column, None)
+    return Metrics(
+        file=read.end.file,
+        offset=read.end.offset,
+        more=read.more,
+        restarted=read.restarted,
+        unreadable=len(read.lines) - len(records),
+        columns={name: [_number(record.get(name)) for record in records] for name in names},
+        reward_counts=[_counts(record.get("reward_counts")) for record in records],
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Return a metric with METRIC_DIGITS digits, which keeps replies small; None if it is not a finite number."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    # Times and byte counts are whole or need all their digits.
+    if isinstance(value, int) or value.is_integer() or abs(value) >= 1e6:
+        return value
+    return float(f"{value:.{METRIC_DIGITS}g}")
+
+
+def _counts(value: Any) -> list[tuple[float, int]] | None:
+    """Return the number of completions by reward; None unless the value is a list of pairs of numbers."""
+    if not isinstance(value, list):
+        return None
+    pairs: list[Any] = [v for v in value if isinstance(v, list) and len(v) == 2 and None not in map(_number, v)]
+    return pairs
 
 
 Spread = Literal["any", "mixed", "equal"]

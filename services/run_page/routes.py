@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,8 +13,8 @@ from fastapi.responses import FileResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from services.http.problems import ProblemError
-from services.run_page.directory import Metrics, RunDirectory, RunOverview
-from services.run_page.records import GroupsFound, GroupsQuery, Position
+from services.run_page.directory import Run, RunOverview
+from services.run_page.records import GroupsFound, GroupsQuery, Metrics, Position, read_metrics
 
 STATIC = Path(__file__).parent / "static"
 FILES = tuple(sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css")))
@@ -43,57 +43,32 @@ class RunGroupsQuery(GroupsQuery):
 
 
 @dataclass(frozen=True)
-class RunWithState(RunOverview):
-    """A run with its state, such as ``running`` or ``succeeded``, and why it failed."""
-
-    state: str
-    error: str | None
-
-
-@dataclass(frozen=True)
 class RunsReply:
     """Reply of GET /api/runs. ``live`` says that the first run is under way, as GET /api/now describes."""
 
     live: bool
-    runs: list[RunWithState]
+    runs: list[RunOverview]
 
 
-def add_run_page(
-    app: FastAPI,
-    runs: Callable[[], list[RunDirectory]],
-    state_of: Callable[[Path], str],
-    *,
-    now: Now | None,
-    asks_token: bool,
-    error_of: Callable[[Path], str | None] = lambda _: None,
-) -> None:
+def add_run_page(app: FastAPI, runs: Sequence[Run], *, asks_token: bool, now: Now | None = None) -> None:
     """Add the page at ``/`` and its routes at ``/api/``.
 
     Args:
         app: made with ``public=PUBLIC``.
-        runs: returns the runs to show, a live run first.
-        state_of: returns the state of the run in a directory.
-        now: returns the state of the live run; None without one.
+        runs: the runs to show, a live run first and alone.
         asks_token: whether the page asks for the token.
-        error_of: returns why the run in a directory failed; None for one that did not.
+        now: returns the state of the live run; None without one.
     """
     _add_page(app, asks_token=asks_token)
-    _add_runs(app, runs, state_of, error_of, now)
-    _add_steps(app, runs)
+    _add_runs(app, runs, now)
+    _add_steps(app, {run.name: run for run in runs})
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES, compresslevel=3)
 
 
-def _add_runs(
-    app: FastAPI,
-    runs: Callable[[], list[RunDirectory]],
-    state_of: Callable[[Path], str],
-    error_of: Callable[[Path], str | None],
-    now: Now | None,
-) -> None:
-    def overviews() -> list[RunWithState]:
-        return [
-            RunWithState(**vars(run.overview()), state=state_of(run.path), error=error_of(run.path)) for run in runs()
-        ]
+def _add_runs(app: FastAPI, runs: Sequence[Run], now: Now | None) -> None:
+    def overviews() -> list[RunOverview]:
+        live = None if now is None else "succeeded" if now()["phase"] == "finished" else "running"
+        return [run.overview(live) for run in runs]
 
     @app.get("/api/runs", tags=["run page"])
     async def get_runs() -> RunsReply:
@@ -106,23 +81,22 @@ def _add_runs(
         return now() if now is not None else None
 
 
-def _add_steps(app: FastAPI, runs: Callable[[], list[RunDirectory]]) -> None:
-    def find(name: str) -> RunDirectory:
-        run = next((run for run in runs() if run.name == name), None)
-        if run is None:
-            raise ProblemError(404, f"no run {name!r} here; there are {[run.name for run in runs()]}")
-        return run
+def _add_steps(app: FastAPI, runs: Mapping[str, Run]) -> None:
+    def find(name: str) -> Run:
+        if name not in runs:
+            raise ProblemError(404, f"no run {name!r} here; there are {list(runs)}")
+        return runs[name]
 
     @app.get("/api/metrics", tags=["run page"])
     async def get_metrics(run: str, file: str = "", offset: Annotated[int, Query(ge=0)] = 0) -> Metrics:
         """Return the metrics of the steps after a position in metrics.jsonl, by column."""
-        return await asyncio.to_thread(find(run).metrics, Position(file, offset))
+        return await asyncio.to_thread(read_metrics, find(run).path / "metrics.jsonl", Position(file, offset))
 
     @app.get("/api/groups", tags=["run page"])
     async def get_groups(query: Annotated[RunGroupsQuery, Query()]) -> GroupsFound:
         """Return groups of samples.jsonl or evaluations.jsonl with their completions, the newest first."""
-        directory = find(query.run)
-        index = directory.samples if query.source == "training" else directory.evaluations
+        run = find(query.run)
+        index = run.samples if query.source == "training" else run.evaluations
         return await asyncio.to_thread(index.search, query)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from local_runner import processes
-from local_runner.directory import Nodes, read_nodes
 from services.core.endpoints import PROXY_VARIABLES
+from services.run_page.directory import Nodes, Run
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +183,6 @@ class System:
     @property
     def nodes(self) -> Nodes:
         """The run's nodes, as the local runner recorded them at its start."""
-        nodes = read_nodes(self.run_dir)
+        nodes = Run(self.run_dir).nodes
         assert nodes is not None
         return nodes

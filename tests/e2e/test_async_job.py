@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from local_runner.directory import state_of
+from services.run_page.directory import Run
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from tests.e2e.system import System, one_each
 from tests.prompts_of_a_run import account
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_every_process_and_leaves_a_checkpoint_of_the_last_step(inte
     assert interrupted.processes() == []
     checkpoints = [path.name for path in (interrupted.run_dir / "checkpoints").iterdir()]
     assert f"step-{last_step(interrupted):06d}" in checkpoints
-    assert state_of(interrupted.run_dir) == "interrupted"
+    assert Run(interrupted.run_dir).state == "interrupted"
 
 
 def test_every_step_has_its_record_whatever_engine_was_lost(interrupted: System) -> None:

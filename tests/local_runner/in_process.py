@@ -25,7 +25,7 @@ import services.data_server.dataset  # noqa: F401  # before a test has to wait f
 from scripts import grpo
 from services.core.errors import exit_code_of
 
-_command = functools.cache(grpo._load)
+_command = functools.cache(grpo.load_command)
 
 
 def call(command: str, *words: object) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from local_runner import clean, directory
+from local_runner import clean
 from services.core.errors import exit_code_of
+from services.run_page.directory import Run, all_runs
 
 DAY = 86_400
 GONE = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
@@ -55,14 +56,14 @@ def test_without_arguments_runs_are_listed_and_stay(capfd):
     assert ["newer", "failed", "1.0", "MB"] in [line[:4] for line in lines]
     assert ["older", "succeeded", "2.0", "MB", "3d", "ago"] in lines
     assert "number of runs: 2, size: 3.0 MB" in said
-    assert [run.name for run in directory.all_runs()] == ["newer", "older"]
+    assert [run.name for run in all_runs()] == ["newer", "older"]
 
 
 def test_runs_are_removed_by_id_and_by_directory(here):
     for name in ("one", "two", "three"):
         make(name)
     assert call("one", str(here / "runs" / "two")) == 0
-    assert [run.name for run in directory.all_runs()] == ["three"]
+    assert [run.name for run in all_runs()] == ["three"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_all_but_the_newest_or_younger_ones_are_removed(options, left):
     for name, days in (("new", 0), ("day", 1), ("week", 7)):
         make(name, days=days)
     assert call(**options) == 0
-    assert [run.name for run in directory.all_runs()] == left
+    assert [run.name for run in all_runs()] == left
 
 
 def this_process() -> dict:
@@ -95,13 +96,13 @@ def test_a_run_with_a_live_runner_is_never_removed(capfd, status):
     assert f"its runner is process {os.getpid()}" in capfd.readouterr().err
     assert call(keep=0) == 0
     assert "runs/going is not removed" in capfd.readouterr().out
-    assert [run.name for run in directory.all_runs()] == ["going"]
+    assert [run.name for run in all_runs()] == ["going"]
 
 
 def test_a_run_whose_lock_is_held_is_never_removed(capfd):
     """Lock as a runner in another container, or on another machine that shares the volume and its locks."""
     run = make("going", days=7, nodes=ELSEWHERE)
-    with directory.locked(run):
+    with Run(run).locked():
         assert call("going") == 78
     assert "its runner holds runner.lock" in capfd.readouterr().err
     assert call("going") == 0
@@ -114,7 +115,7 @@ def test_a_run_of_another_machine_or_a_cluster_stays_while_it_may_go_on(capfd, n
     assert "it may still run" in capfd.readouterr().err
     make("quiet", days=2, nodes=nodes, status="failed")
     assert call("quiet") == 0
-    assert {run.name for run in directory.all_runs()} == {"recent"}
+    assert {run.name for run in all_runs()} == {"recent"}
 
 
 def test_other_directories_are_never_removed(here, capfd):
@@ -126,7 +127,7 @@ def test_other_directories_are_never_removed(here, capfd):
         assert call("run", name) == 78
         assert f"{name} is neither a run below runs/ here nor the directory of one" in capfd.readouterr().err
     assert model.exists()
-    assert [run.name for run in directory.all_runs()] == ["run"]
+    assert [run.name for run in all_runs()] == ["run"]
 
 
 def test_an_age_that_is_none_is_refused(capfd):

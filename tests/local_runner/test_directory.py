@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
-from local_runner import clean, directory, logs, status
-from local_runner.directory import error_of, last_error, state_of
+from local_runner import clean, logs, status
 from scripts import chat, view
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_code_of
+from services.core.errors import EXIT_CONFIGURATION, exit_code_of
+from services.run_page.directory import RUNNING, Run, find_run
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +45,7 @@ def runs(tmp_path, monkeypatch) -> Path:
     ],
 )
 def test_a_run_is_named_by_id_or_directory_and_is_the_newest_by_default(given, found):
-    assert directory.find_run(given) == Path(found)
-
-
-def test_an_unknown_run_is_refused_with_the_existing_ones():
-    with pytest.raises(ConfigurationError, match=r"oldest is neither .*: newer, older"):
-        directory.find_run("oldest")
+    assert find_run(given).path == Path(found)
 
 
 def shown(capfd, *names: str, **options) -> list[str]:
@@ -63,14 +60,23 @@ def test_logs_are_of_a_run_and_of_tasks(capfd):
     assert len(shown(capfd, "older")) == len(shown(capfd)) == 2
 
 
-def test_logs_of_an_unknown_task_are_refused():
-    with pytest.raises(ConfigurationError, match="oldest is not a run, and there is no log of it"):
-        logs.main(["oldest"])
+def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):
+    directory = tmp_path / "logs"
 
+    def advance():
+        directory.mkdir()
+        (directory / "data-server-0.log").write_text("2026-01-01T00:00:01 one\n")
+        yield RUNNING
+        (directory / "ppo-trainer-0.log").write_text("2026-01-01T00:00:02 two\n")
+        yield "succeeded"
 
-def test_status_takes_an_id(capfd):
-    status.main("older", token=None)
-    assert "run older  may be under way" in capfd.readouterr().out
+    states = advance()
+    monkeypatch.setattr(Run, "state", property(lambda _: next(states)))
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    console = Console(file=io.StringIO(), width=100)
+    logs.show(console, Run(tmp_path), [], last=None, follow=True)
+    shown = console.file.getvalue().splitlines()
+    assert shown == ["2026-01-01T00:00:01 one", "ppo-trainer-0 │ 2026-01-01T00:00:02 two"]
 
 
 @pytest.mark.parametrize(
@@ -89,13 +95,6 @@ def test_every_command_says_in_one_line_which_runs_there_are(capfd, named):
     [line] = capfd.readouterr().err.splitlines()
     assert "oldest" in line
     assert line.endswith(": newer, older")
-
-
-def test_a_directory_of_runs_is_a_directory_but_no_run(runs):
-    assert directory.find_directory("older") == Path("runs/older")
-    assert directory.find_directory("runs") == Path("runs")
-    with pytest.raises(ConfigurationError, match="runs is neither a run"):
-        directory.find_run("runs")
 
 
 HERE = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
@@ -136,21 +135,21 @@ def make(run: Path, *, days: float = 0, **files: object) -> Path:
 )
 def test_a_run_without_a_live_runner(tmp_path, nodes, runner, summary, days, state):
     status = summary and {"status": summary}
-    assert state_of(make(tmp_path / "run", days=days, nodes=nodes, runner=runner, summary=status)) == state
+    assert Run(make(tmp_path / "run", days=days, nodes=nodes, runner=runner, summary=status)).state == state
 
 
 def test_a_failed_run_has_the_error_of_the_node_that_failed(tmp_path):
     failed = FAILED | {"reason": "ppo-trainer failed with exit code 78"}
     summary = {"status": "failed", "error": "of the summary"}
     run = make(tmp_path / "run", nodes=HERE, runner=failed, summary=summary)
-    assert error_of(run) == "ppo-trainer failed with exit code 78: of the summary"
+    assert Run(run).error == "ppo-trainer failed with exit code 78: of the summary"
     (run / "logs").mkdir()
     for node, said in (("data-server-0", "another"), ("ppo-trainer-0", "of the node")):
         (run / "logs" / f"{node}.log").write_text(f"=== one ===\nerror: older\n=== two ===\nerror: {said}\nlast line\n")
-    assert error_of(run) == "ppo-trainer failed with exit code 78: of the node"
+    assert Run(run).error == "ppo-trainer failed with exit code 78: of the node"
     (run / "logs/ppo-trainer-0.log").write_text("=== one ===\nTraceback\n")
     (run / "summary.json").unlink()
-    assert error_of(run) == "ppo-trainer failed with exit code 78; see logs/ppo-trainer-0.log"
+    assert Run(run).error == "ppo-trainer failed with exit code 78; see logs/ppo-trainer-0.log"
 
 
 @pytest.mark.parametrize(
@@ -166,30 +165,30 @@ def test_a_failed_run_has_the_error_of_the_node_that_failed(tmp_path):
     ],
 )
 def test_other_runs_have_the_error_of_their_summary_or_none(tmp_path, runner, summary, error):
-    assert error_of(make(tmp_path / "run", nodes=HERE, runner=runner, summary=summary)) == error
+    assert Run(make(tmp_path / "run", nodes=HERE, runner=runner, summary=summary)).error == error
 
 
 def test_the_last_error_is_found_in_a_long_log(tmp_path):
-    log = tmp_path / "long.log"
-    log.write_text("=== start ===\n" + "noise\n" * 200_000 + "error: the reason\n")
-    assert last_error(log) == "error: the reason"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/long.log").write_text("=== start ===\n" + "noise\n" * 200_000 + "error: the reason\n")
+    assert Run(tmp_path).last_error("long") == "error: the reason"
 
 
 def test_a_live_runner_counts_more_than_what_an_earlier_attempt_left(tmp_path):
     process = HERE | {"pid": os.getpid(), "started": psutil.Process().create_time()}
     run = make(tmp_path / "run", days=7, nodes=process, summary={"status": "succeeded"})
-    assert state_of(run) == "running"
+    assert Run(run).state == "running"
 
 
 def test_the_lock_shows_a_runner_in_another_container(tmp_path):
     run = make(tmp_path / "run", days=7, nodes=ELSEWHERE, summary={"status": "succeeded"})
-    with directory.locked(run):
-        assert state_of(run) == "running"
-    assert state_of(run) == "succeeded"
+    with Run(run).locked():
+        assert Run(run).state == "running"
+    assert Run(run).state == "succeeded"
 
 
 def test_a_damaged_file_or_a_removed_run_makes_the_state_unknown(tmp_path):
-    assert state_of(tmp_path / "removed").startswith("unknown: ")
+    assert Run(tmp_path / "removed").state.startswith("unknown: ")
     run = make(tmp_path / "run", nodes=HERE)
     (run / "summary.json").write_text("{")
-    assert state_of(run).startswith("unknown: ")
+    assert Run(run).state.startswith("unknown: ")

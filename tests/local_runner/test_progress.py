@@ -1,6 +1,5 @@
 """A run whose completions fail, or give nothing to learn from, says so: in its lines, at its end and in its status."""
 
-import asyncio
 import io
 import json
 import re
@@ -9,11 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from local_runner import status, summary
-from local_runner.nodes import Run
-from local_runner.progress import Step, advice, failed
 from local_runner.spec import TaskSpec
-from local_runner.view import View, describe
+from local_runner.view import View, describe, present
+from services.run_page.directory import Run
+from services.run_page.progress import Step, advice, failed
 from tests.local_runner.test_nodes import run_of
 
 TURNS = "session a-1 reached its limit of 3 turns (AGENT_MAX_TURNS); stop the agent's loop earlier"
@@ -75,7 +73,7 @@ def test_failed_completions_are_counted_and_the_most_frequent_reason_told(failur
     assert f"reward 1.000  failed {failed(both[:1])}" in describe(both[0], 0, None)
 
 
-def test_the_advice_is_in_the_third_steps_line_once_and_at_the_end_and_in_the_status_of_a_run(tmp_path: Path):
+def test_the_advice_is_in_the_third_steps_line_once_and_with_the_figures_of_a_run(tmp_path: Path):
     taught_nothing = steps(3, [(0.0, 32)], 0.0, [("exception", 6, BROKEN)])
     console = Console(file=io.StringIO(), width=80)
     with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
@@ -88,18 +86,13 @@ def test_the_advice_is_in_the_third_steps_line_once_and_at_the_end_and_in_the_st
     whole = describe(taught_nothing[0], 0, None)
     assert len(whole) > 80
     assert whole in console.file.getvalue().splitlines()
-    run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, tmp_path, run.addresses)
-    run.run_dir.mkdir(parents=True)
     lines = [line(number, [(0.0, 32)], 0.0, [("exception", 6, BROKEN)]) for number in (1, 2, 3)]
-    (run.run_dir / "metrics.jsonl").write_bytes(b"".join(lines))
-    end, state = (Console(file=io.StringIO(), width=400) for _ in range(2))
-    summary.show(end, run, None, {"reason": "done", "seconds": 9.0}, {})
-    asyncio.run(status.print_status(state, run.run_dir, None))
-    for printed in (end.file.getvalue(), state.file.getvalue()):
-        words = " ".join(printed.replace("│", " ").split())
-        assert advice(taught_nothing) in words
-        assert "failed completions 18/114 (exception)" in words
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    console = Console(file=io.StringIO(), width=400)
+    present(console, Run(tmp_path), "running", {}, {})
+    words = " ".join(console.file.getvalue().split())
+    assert advice(taught_nothing) in words
+    assert "failed completions 18/114 (exception)" in words
 
 
 def test_a_steps_line_says_when_it_taught_nothing_and_the_reward_of_each_source():

@@ -9,77 +9,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from local_runner import directory, run, spec
-from local_runner.directory import read_nodes, state_of
-from local_runner.nodes import node_environment
-from local_runner.run import _DroppingFile
-from local_runner.supervisor import Supervisor
-from services.core.processes import stop_signals
-from tests.local_runner.in_process import call
-from tests.local_runner.machine import Command, Machine, Node, exits, stays
+from local_runner import spec
+from services.run_page.directory import Run
+from tests.local_runner.machine import Command, Node, exits, stays
 from tests.local_runner.runner import HEADER, Runner, is_running, task
 from tests.waiting import LIMIT_SECONDS, eventually, wait_until
 
 TRAINER = "ppo-trainer"
 RUN_DIR = Path("runs/test")
-
-
-class Here:
-    """Runs in this process and in the current directory, whose nodes are coroutines."""
-
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-        self.commands: dict[str, Command] = {}
-        self.machine = Machine(self.commands)
-        self.output = ""
-        """What the last run has printed."""
-
-    def run(self, commands: dict[str, Command], *options: str, **fields: dict[str, Any]) -> int:
-        """Run tasks of these commands to their end; ``fields`` are those of their YAML by task, with _ for -."""
-        self.commands.clear()
-        self.commands.update(commands)
-        self.machine.times.clear()
-        self.output = ""
-        documents = (task(name, "command", **fields.get(name.replace("-", "_"), {})) for name in commands)
-        Path("group.yaml").write_text(HEADER + "".join(documents))
-        code = call("run", "group.yaml", "--run-id", "test", *options)
-        self.printed()
-        for node in self.machine.nodes:
-            if node.failure is not None:
-                raise node.failure
-        return code
-
-    def printed(self) -> str:
-        """Return what the run has printed so far."""
-        self.output += "".join(self._capfd.readouterr())
-        return self.output
-
-    def supervisor(self, planned: Any, report: Any) -> Supervisor:
-        async def start(one: Any, rank: int, log: Any) -> Any:
-            return await self.machine.start(one, rank, log, node_environment(planned, one, rank))
-
-        return Supervisor(planned, report, start, self.machine.end)
-
-
-@pytest.fixture
-def here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], asks_here: None
-) -> Iterator[Here]:
-    made = Here(capfd)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "Supervisor", made.supervisor)
-    monkeypatch.setattr(run, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(run.processes, "guard", lambda mark: contextlib.nullcontext())
-    before = {number: signal.getsignal(number) for number in stop_signals()}
-    yield made
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def serving(task: str, port: int, reply: str) -> Command:
@@ -110,7 +51,7 @@ def test_the_runner_prints_and_records_which_components_are_up(here, monkeypatch
     states = {"ppo-trainer-0": "running", "reward-server-0": "up", "data-server-0": "running"}
 
     async def trainer(node: Node) -> None:
-        await eventually(lambda: getattr(read_nodes(RUN_DIR), "states", None) == states, told=here.printed)
+        await eventually(lambda: getattr(Run(RUN_DIR).nodes, "states", None) == states, told=here.printed)
 
     commands = {TRAINER: trainer, "reward-server": serving("reward-server", 8002, "{}"), "data-server": stays}
     assert here.run(commands, hosts) == 0
@@ -145,26 +86,24 @@ def test_steps_are_printed_as_they_end(here):
     assert "0.100 → 0.300" in printed
 
 
-def test_a_failed_runs_outcome_is_recorded_and_the_end_of_its_log_shown(here):
+@pytest.mark.parametrize(
+    ("lines", "shown", "count", "hidden"),
+    [
+        (["the reason"], "the reason", 2, "error: "),
+        (["chatter", "error: DATASET x", "more"], "error: DATASET x", 1, "chatter"),
+    ],
+)
+def test_a_failed_runs_outcome_is_recorded_and_its_error_or_the_end_of_its_log_shown(here, lines, shown, count, hidden):
     async def command(node: Node) -> int:
-        node.say("the reason")
+        for line in lines:
+            node.say(line)
         return 3
 
-    assert here.run({TRAINER: command}) == 3
-    assert "the reason" in here.output
-    record = json.loads((RUN_DIR / "runner.json").read_text())
+    assert here.run({TRAINER: command}, "--num-nodes", "ppo-trainer=2") == 3
+    assert here.output.count(f"  {shown}") == count
+    assert hidden not in here.output
+    record = Run(RUN_DIR).outcome
     assert (record["exit_code"], record["failed"]) == (3, "ppo-trainer-0")
-
-
-def test_only_the_error_is_shown_of_a_component_that_names_one(here):
-    async def command(node: Node) -> int:
-        for line in ("chatter", "error: DATASET x cannot be had", "more chatter"):
-            node.say(line)
-        return 78
-
-    assert here.run({TRAINER: command}, "--num-nodes", "ppo-trainer=2") == 78
-    assert here.output.count("DATASET x cannot be had") == 1
-    assert "chatter" not in here.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -219,19 +158,12 @@ def test_a_run_does_not_start_where_its_directory_cannot_be_written_or_another_r
             Path("runs").touch()
         elif name is None:
             RUN_DIR.mkdir(parents=True)
-            stack.enter_context(directory.locked(RUN_DIR))
+            stack.enter_context(Run(RUN_DIR).locked())
         else:
             (RUN_DIR / name).mkdir(parents=True)
         assert here.run({TRAINER: stays}) == 78
     assert told in here.output
     assert not here.machine.nodes
-
-
-def test_output_for_which_there_is_no_room_is_dropped():
-    with _DroppingFile("/dev/full", "wb") as full:
-        assert full.write(b"four") == 4
-    with _DroppingFile("/dev/null", "rb") as other, pytest.raises(OSError, match="not open for writing"):
-        other.write(b"four")
 
 
 # Real processes.
@@ -261,7 +193,7 @@ def test_a_node_that_was_killed_is_replaced_and_none_of_its_processes_stays(tmp_
     ended = Runner(tmp_path, task(TRAINER, command, resources=fields)).end()
     assert ended.exit_code == 0
     assert ended.record["restarts"] == {TRAINER: 1}
-    assert state_of(ended.run_dir) == "succeeded"
+    assert Run(ended.run_dir).state == "succeeded"
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -276,17 +208,17 @@ def test_ctrl_c_ends_every_process_however_stubborn(tmp_path):
     runner.send(signal.SIGINT)
     ended = runner.end()
     assert ended.exit_code == 130
-    assert state_of(ended.run_dir) == "interrupted"
+    assert Run(ended.run_dir).state == "interrupted"
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_running(int(pid))]
 
 
 def test_a_killed_runner_leaves_no_process_behind_and_no_run_under_way(tmp_path):
     runner = Runner(tmp_path, task(TRAINER, "echo $$ > pid.tmp; mv pid.tmp pid; exec sleep 300"))
     pid = int(runner.wait_for("pid").read_text())
-    assert state_of(runner.run_dir) == "running"
+    assert Run(runner.run_dir).state == "running"
     runner.send(signal.SIGKILL)
     runner.process.wait()
-    assert state_of(runner.run_dir) == "ended without a summary"
+    assert Run(runner.run_dir).state == "ended without a summary"
     wait_until(lambda: not is_running(pid), "the end of the trainer")
 
 

@@ -12,9 +12,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from local_runner import health, status
+from local_runner import status
 from services.core.files import write_json
-from services.run_page.directory import FIRST_FAILURE
+from services.run_page import components
+from services.run_page.directory import FIRST_FAILURE, Run
 from tests.fake_service import fake_service
 from tests.ports import free_port
 
@@ -22,7 +23,7 @@ from tests.ports import free_port
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of a run that this process runs."""
-    monkeypatch.setattr(health, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(components, "QUESTION_SECONDS", 0.3)
     for task in ("ppo-trainer", "reward-server"):
         (tmp_path / "logs").mkdir(exist_ok=True)
         (tmp_path / f"logs/{task}-0.log").write_text("")
@@ -43,7 +44,7 @@ def shown(run_dir: Path, trainer: int, reward: int, **states: str) -> dict[str, 
     }
     write_json(run_dir / "nodes.json", nodes)
     console = Console(file=io.StringIO(), width=200)
-    asyncio.run(status.print_status(console, run_dir, None))
+    asyncio.run(status.print_status(console, Run(run_dir), None))
     return {words[0]: words[1:] for line in console.file.getvalue().splitlines() if (words := line.split())}
 
 
@@ -99,7 +100,7 @@ def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_er
 def printed(run_dir: Path) -> str:
     """Return what is printed on a run, with single spaces."""
     console = Console(file=io.StringIO(), width=200)
-    asyncio.run(status.print_status(console, run_dir, None))
+    asyncio.run(status.print_status(console, Run(run_dir), None))
     return " ".join(console.file.getvalue().split())
 
 

@@ -1,113 +1,90 @@
-"""``train``: a run from Python, with rows and functions of the caller's."""
+"""``train``: a run from Python, in the process of the caller, with the caller's rows and functions."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import datasets
 import pandas
 import pytest
 
-from local_runner.train import RunError, train
-from tests.local_runner.in_process import call
+from local_runner.train import Run, RunError, train
+from services.core.errors import ConfigurationError
+from services.core.processes import stop_signals
+from services.run_page.directory import Run as Files
+from tests.local_runner.conftest import Here
+from tests.local_runner.machine import Command, Node, exits, stays, traps
 from tests.local_runner.runner import HEADER, is_running, task
-from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
+from tests.waiting import bytes_in, wait_until
 
-WRITES = """
-cd runs/$RUN_ID
-echo '{"step": 1, "reward_mean": 0.25}' > metrics.jsonl; echo '{"step": 2, "reward_mean": 0.5}' >> metrics.jsonl
-echo "{\\"learning_rate\\": $LEARNING_RATE, \\"nodes\\": $SKYPILOT_NUM_NODES}" > summary.json
-"""
-LOADS = """
-import json, os
-from services.core.imports import load_function
-function = load_function("REWARD_FN", os.environ["REWARD_FN"])
-rows = [json.loads(line) for line in open(os.environ["DATASET"])]
-print(os.environ["REWARD_FN"], [function(response=row["question"]) for row in rows])
-"""
+TRAINER = "ppo-trainer"
 SUMS = [{"question": f"{a}+1=", "answer": f"{a + 1}"} for a in (1, 2, 3)]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+async def trains(node: Node) -> None:
+    """Write what a trainer leaves behind; its summary has some of its variables."""
+    run = Path("runs") / node.environment["RUN_ID"]
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.25}\n{"step": 2, "reward_mean": 0.5}\n')
+    names = ("LEARNING_RATE", "SKYPILOT_NUM_NODES", "FORCE_COLOR")
+    (run / "summary.json").write_text(json.dumps({name: node.environment.get(name) for name in names}))
 
 
-def group(*tasks: str) -> str:
-    Path("group.yaml").write_text(HEADER + "".join(tasks))
-    return "group.yaml"
+def process_state() -> tuple[Any, ...]:
+    return [signal.getsignal(number) for number in stop_signals()], dict(os.environ), sys.path[:], os.getcwd()
 
 
-Runs = Callable[[str], None]
-
-
-@pytest.fixture
-def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Has a shell script run in place of ``grpo run``; its arguments are in the file ``arguments``."""
-
-    def script(text: str) -> None:
-        Path("runner.sh").write_text(f"echo $@ > arguments\n{text}\n")
-        monkeypatch.setattr("local_runner.train.GRPO", ("sh", "runner.sh"))
-
-    return script
-
-
-def test_a_run_has_its_summary_its_metrics_and_its_model(here, capfd, monkeypatch):
+def test_a_run_has_its_summary_its_metrics_and_its_model_and_leaves_the_process_as_it_was(here: Here, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
-    done = train(job_group=group(task("ppo-trainer", WRITES)), nodes={"ppo-trainer": 2}, learning_rate=2e-5)
-    assert done.summary == {"learning_rate": 2e-5, "nodes": 2}
+    before = process_state()
+
+    async def in_a_notebook() -> Run:
+        return train(job_group=here.group({TRAINER: trains}), nodes={TRAINER: 2}, learning_rate=2e-5)
+
+    done = asyncio.run(in_a_notebook())
+    assert process_state() == before
+    here.check()
+    assert done.summary == {"LEARNING_RATE": "2e-05", "SKYPILOT_NUM_NODES": "2", "FORCE_COLOR": ""}
     assert done.metrics["reward_mean"].to_dict() == {1: 0.25, 2: 0.5}
     assert done.model == done.directory / "model"
-    printed = capfd.readouterr().out
-    assert "ppo-trainer-1 ended, exit code 0\n" in printed
-    assert "scripts." not in printed  # the commands for a terminal
-    assert "\x1b" not in printed
+    assert "ppo-trainer-1 ended, exit code 0\n" in here.printed()
+    assert "\x1b" not in here.output
+    assert "grpo clean" not in here.output  # the commands for a terminal
 
 
-@pytest.mark.usefixtures("asks_here")
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "named"),
     [
-        ("LEARNING_RAT=1", "learning_rat is read by no component; the nearest setting is learning_rate"),
-        ("GROUP_SIZE=many", "ppo-trainer: group_size is 'many'"),
-        ("STEPS=3", "steps is read by no component; the nearest setting is max_steps"),
-        ("BATCH_SIZE=500", "batch_size is 500, but the data have 2 prompts to train on, 6 in num_epochs=3"),
-        ("UPDATES_PER_BATCH=9", "ppo-trainer: updates_per_batch is 9; allowed is at most batch_size (4)"),
+        ({"learning_rat": 1}, "learning_rat is .*learning_rate"),
+        ({"group_size": "many"}, "ppo-trainer: group_size is 'many'"),
+        ({"batch_size": 500}, "batch_size is 500"),
+        ({"job_group": "none.yaml"}, "none.yaml"),
     ],
 )
-def test_a_program_gets_refusals_in_its_callers_words(here, capfd, setting, said):
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
-    words = ("--env=DATASET=rows.jsonl", "--env=MAX_STEPS=2", f"--env={setting}")
-    group(task("ppo-trainer", "exit 0"), task("data-server", "exit 0"))
-    assert call("run", "group.yaml", "--by-program", *words) == 78
-    out, err = capfd.readouterr()
-    assert (out, err.startswith(f"error: {said}")) == ("", True), err
-    assert not any(here.glob("runs/*"))
-
-
-def test_a_refusal_is_one_error_of_any_number_of_lines_and_leaves_no_run(here, runs, capfd):
-    runs("echo 'error: group.yaml is not valid YAML: a\n  in line 3' >&2; exit 78")
-    with pytest.raises(ValueError, match=r"^group\.yaml is not valid YAML: a\n  in line 3$"):
-        train(job_group="group.yaml", dataset=SUMS)
-    assert capfd.readouterr() == ("", "")
-    assert not any(here.glob("runs/*"))
+def test_a_refusal_is_a_value_error_in_the_callers_words_and_leaves_no_run(here: Here, setting, named):
+    given = {"job_group": here.group({TRAINER: stays, "data-server": stays}), "dataset": SUMS, "max_steps": 2}
+    before = process_state()
+    with pytest.raises(ValueError, match=f"^.*{named}"):
+        train(**given | setting)
+    assert process_state() == before
+    assert here.printed() == ""
+    assert not any(Path().glob("runs/*"))
 
 
 @pytest.mark.parametrize(
     ("rows", "error", "said"),
     [
-        ([], ValueError, "dataset has no rows; give at least one"),
-        (["what"], TypeError, "row 0 of dataset is 'what'; give rows as dicts"),
-        ([*SUMS, "what"], TypeError, "row 3 of dataset is 'what'"),
+        ([], ValueError, "dataset has no rows"),
+        (["what"], TypeError, "row 0 of dataset"),
         ([*SUMS, {"question": "1+2=", "answer": float("nan")}], ValueError, "row 3 of dataset: .* not JSON"),
         ([*SUMS, {"question": "1+2=", "answer": {1, 2}}], TypeError, "row 3 of dataset: .* not JSON"),
     ],
@@ -115,23 +92,18 @@ def test_a_refusal_is_one_error_of_any_number_of_lines_and_leaves_no_run(here, r
 def test_rows_that_cannot_be_written_are_refused_and_leave_no_run(here, rows, error, said):
     with pytest.raises(error, match=said):
         train(dataset=rows)
-    assert not any(here.glob("runs/*"))
+    assert not any(Path().glob("runs/*"))
 
 
-def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here, runs):
-    record = {"reason": "rollout-server failed", "failed": "rollout-server-1"}
-    runs(f"cd runs/mine; mkdir logs; echo 'error: no such model' > logs/rollout-server-1.log; echo end >> logs/*.log\n"
-         f"echo '{json.dumps(record)}' > runner.json; exit 78")  # fmt: skip
-    with pytest.raises(RunError, match=r"rollout-server-1 failed .* 78; error: no such model; see runs/") as raised:
-        train(run_id="mine", nodes={"rollout-server": 2})
-    assert (raised.value.component, raised.value.exit_code) == ("rollout-server-1", 78)
+def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here: Here):
+    async def fails(node: Node) -> int:
+        node.say("error: no such model")
+        return 78
+
+    with pytest.raises(RunError, match=r"exit code 78\): no such model; see runs/mine/logs/") as raised:
+        train(job_group=here.group({TRAINER: stays, "rollout-server": fails}), run_id="mine")
+    assert (raised.value.component, raised.value.exit_code) == ("rollout-server-0", 78)
     assert "no such model" in raised.value.log.read_text()
-    assert "--run-id mine" in Path("arguments").read_text()
-    assert "--num-nodes=rollout-server=2" in Path("arguments").read_text()
-    runs("echo the last line; exit 1")
-    with pytest.raises(RunError, match="the local runner failed: the last line") as raised:
-        train(run_id="mine")
-    assert (raised.value.component, raised.value.exit_code) == (None, 1)
 
 
 def longest(response: str, most: int = 10) -> float:
@@ -143,6 +115,17 @@ def share(part: int, whole: int) -> float:
     return part / whole
 
 
+READS = {"ppo_trainer": {"envs": {"REWARD_FN": "", "DATASET": "", "DATASET_TEST": ""}}}
+"""What else a reward-server and a data-server would read."""
+LOADS = """
+import json, os
+from services.core.imports import load_function
+function = load_function("REWARD_FN", os.environ["REWARD_FN"])
+rows = [json.loads(line) for line in open(os.environ["DATASET"])]
+print(json.dumps([os.environ["REWARD_FN"], *(function(response=row["question"]) for row in rows)]))
+"""
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [
@@ -151,143 +134,172 @@ def share(part: int, whole: int) -> float:
         (functools.partial(longest, most=10), "given_reward_fn:function"),
     ],
 )
-def test_components_have_the_rows_and_the_function(here, runs, capfd, function, name):
+def test_components_have_the_rows_and_the_function(here: Here, function, name):
     rows = datasets.Dataset.from_list([{"question": "1" * length, "answer": "1"} for length in (1, 5)])
-    Path("loads.py").write_text(LOADS)
-    runs(f"{sys.executable} loads.py")
-    done = train(reward_fn=function, dataset=rows, batch_size=1, run_id="mine")
+
+    async def loads(node: Node) -> None:
+        printed = subprocess.run([sys.executable, "-c", LOADS], env=node.environment, capture_output=True, check=True)  # noqa: ASYNC221
+        assert json.loads(printed.stdout) == [name, 0.1, 0.5]
+
+    done = train(
+        job_group=here.group({TRAINER: loads}, **READS), reward_fn=function, dataset=rows, batch_size=1, run_id="mine"
+    )
+    here.check()
     assert done.directory == Path("runs/mine")
-    assert capfd.readouterr().out == f"{name} [0.1, 0.5]\n"
-
-
-def test_a_dataset_has_the_name_of_what_was_given(here, runs, capfd):
-    loaded = datasets.Dataset.from_list(SUMS)
-    loaded.info.dataset_name = "team/sums"
-    runs("echo $DATASET $DATASET_TEST")
-    train(dataset=loaded, dataset_test=[{"question": "1+2=", "answer": "3"}], run_id="mine")
-    inputs = "runs/mine/inputs"
-    assert capfd.readouterr().out == f"{inputs}/dataset/team-sums.jsonl {inputs}/dataset_test/rows.jsonl\n"
-    arguments = Path("arguments").read_text().split()
-    assert arguments[-2:] == ["--env=DATASET", "--env=DATASET_TEST"]
 
 
 FRAME = [
     {"question": "1+1=", "answer": 9007199254740993, "level": 0.5, "day": "2024-01-02"},
     {"question": "1+2=", "answer": 3, "level": None, "day": None},
-    {"question": "1+3=", "answer": 4, "level": 1.0, "day": "2024-01-03"},
 ]
-
-
-@pytest.mark.parametrize("frame", [pandas.DataFrame(FRAME), SimpleNamespace(to_dicts=lambda: FRAME)])
-def test_the_rows_of_a_dataframe_are_written_with_their_values(here, runs, capfd, frame):
-    """The second is as one of polars."""
-    runs("cat $DATASET")
-    train(dataset=frame, run_id="mine")
-    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == FRAME
-
-
-STOPS = "trap 'touch stopped; exit 0' TERM; touch started; while :; do sleep 0.05; done"
-# Python has no handler where the tests' own shell ignores SIGINT, as it does for jobs in the background.
-SCRIPT = """
-import signal
-from local_runner.train import train
-signal.signal(signal.SIGINT, signal.default_int_handler)
-train(job_group='group.yaml', run_id='mine')
-"""
-
-
-SERVES = "sleep 600 & echo $$ $! > pids.tmp; mv pids.tmp pids; wait"
-
-
-def check_stops(here: Path, script: str, number: int, run: str) -> None:
-    """Check that a run stops in order when the program that trains it gets a signal."""
-    with (here / "output.txt").open("w") as output:
-        program = subprocess.Popen([sys.executable, "-c", script], stdout=output, stderr=output)
-    wait_until((here / "started").exists, run, progress=lambda: bytes_in(here))
-    program.send_signal(number)
-    assert program.wait(LIMIT_SECONDS) == -number
-    record = here / "runs" / run / "runner.json"
-    wait_until(record.exists, "the runner's record", progress=lambda: bytes_in(here))
-    assert (here / "stopped").exists()
-    assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
-
-
-SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, *SLOW])
-def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
-    group(task("ppo-trainer", f"until [ -e pids ]; do sleep 0.05; done; {STOPS}"), task("reward-server", SERVES))
-    check_stops(here, SCRIPT, number, "mine")
-    assert not any(map(is_running, map(int, (here / "pids").read_text().split())))
-
-
-TRAINED = """
-if [ -e trained ]; then until [ -e pids ]; do sleep 0.05; done; {stops}; fi
-mkdir -p runs/mine/checkpoints/step-000001
-echo '{{}}' > runs/mine/checkpoints/step-000001/state.json
-echo '{{"step": 1}}' > runs/mine/metrics.jsonl
-touch trained
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_fork_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
-    group(task("ppo-trainer", TRAINED.format(stops=STOPS)), task("reward-server", SERVES))
-    check_stops(here, SCRIPT.replace("run_id='mine')", "run_id='mine').fork(1)"), number, "mine-at-1")
-
-
-LAUNCHES = """#!/bin/sh
-echo "$@" > {folder}/arguments
-echo "$HF_TOKEN" > {folder}/secret
-echo 'memory of each node: 64 GB'
-echo 'job 7; its log: sky jobs logs 7 ppo-trainer; to end it: sky jobs cancel 7'
-"""
-
-
-@pytest.fixture
-def launcher(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program in place of ``grpo``, and of ``sky``, that writes its arguments to a file."""
-    program = here / "sky"
-    program.write_text(LAUNCHES.format(folder=here))
-    program.chmod(0o755)
-    monkeypatch.setattr("local_runner.train.GRPO", (str(program),))
-    monkeypatch.setenv("PATH", str(here), prepend=":")
-    return here
-
-
-def test_a_launch_from_python_is_that_of_the_command_line(launcher: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    job = train(
-        infra="kubernetes",
-        gpus="H100:8",
-        nodes={"rollout-server": 4, "ppo-trainer": 2},
-        model_name="Qwen/Qwen3-8B",
-        max_steps=100,
-        hf_token="hush",
-    )
-    assert job.number == 7
-    assert (launcher / "arguments").read_text() == (
-        "launch --yes --gpus H100:8 --rollout-nodes 4 --trainer-nodes 2 --env=MODEL_NAME=Qwen/Qwen3-8B "
-        "--env=MAX_STEPS=100 --secret=HF_TOKEN\n"
-    )
-    assert (launcher / "secret").read_text() == "hush\n"
-    assert "memory of each node" in capfd.readouterr().out
-    job.cancel()
-    assert (launcher / "arguments").read_text() == "jobs cancel --yes 7\n"
+NAMED = datasets.Dataset.from_list(SUMS)
+NAMED.info.dataset_name = "team/sums"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("dataset", "file", "rows"),
     [
-        ({"infra": "kubernetes"}, ValueError, "give infra='kubernetes' and gpus"),
-        ({"infra": "slurm", "gpus": "H100:8"}, ValueError, "give infra='kubernetes'"),
-        ({"infra": "kubernetes", "gpus": "H100:8", "nodes": {"data-server": 2}}, ValueError, "nodes names data-server"),
-        ({"infra": "kubernetes", "gpus": "H100:8", "reward_fn": print}, TypeError, "of a function its module:function"),
-        ({"infra": "kubernetes", "gpus": "H100:8", "dataset": [{"question": "1"}]}, TypeError, "of rows a file"),
+        (NAMED, "team-sums.jsonl", SUMS),
+        (pandas.DataFrame(FRAME), "rows.jsonl", FRAME),
+        (SimpleNamespace(to_dicts=lambda: FRAME), "rows.jsonl", FRAME),  # as one of polars
     ],
 )
-def test_what_a_cluster_cannot_have_is_refused(launcher: Path, arguments: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
-        train(**arguments)
-    assert not (launcher / "arguments").exists()
+def test_rows_are_written_with_their_values_and_have_the_name_of_what_was_given(here: Here, dataset, file, rows):
+    given: list[str] = []
+
+    async def reads(node: Node) -> None:
+        given.append(node.environment["DATASET_TEST"])
+
+    train(job_group=here.group({TRAINER: reads}, **READS), dataset_test=dataset, run_id="mine")
+    assert given == [f"runs/mine/inputs/dataset_test/{file}"]
+    assert [json.loads(line) for line in Path(given[0]).read_text().splitlines()] == rows
+
+
+@pytest.fixture
+def interrupts() -> Any:
+    """Python's own handler of SIGINT, which the tests' shell may ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupting(done: list[str]) -> Command:
+    async def command(node: Node) -> int | None:
+        os.kill(os.getpid(), signal.SIGINT)
+        return await traps(0.1, done=lambda: done.append("saved"))(node)
+
+    return command
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupted_run_stops_in_order_and_then_interrupts_the_program(here: Here):
+    saved: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(job_group=here.group({TRAINER: interrupting(saved), "reward-server": stays}), run_id="mine")
+    here.check()
+    assert saved == ["saved"]
+    assert Files(Path("runs/mine")).outcome["reason"] == "stopped by SIGINT"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+KILLED = "from local_runner.train import train\ntrain(job_group='group.yaml', run_id='mine')"
+
+
+def test_a_killed_program_leaves_no_process_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    serves = "sleep 600 & echo $$ $! > pids.tmp; mv pids.tmp pids; wait"
+    Path("group.yaml").write_text(HEADER + task(TRAINER, "exec sleep 600") + task("reward-server", serves))
+    with Path("output.txt").open("w") as output:
+        program = subprocess.Popen([sys.executable, "-c", KILLED], stdout=output, stderr=output)
+    wait_until(Path("pids").exists, "the start", progress=lambda: bytes_in(tmp_path))
+    program.kill()
+    program.wait()
+    wait_until(lambda: not any(map(is_running, map(int, Path("pids").read_text().split()))), "the end of the run")
+
+
+async def checkpoints(node: Node) -> None:
+    """Train one step, and write its checkpoint; wait for a signal where the checkpoint is to be forked from."""
+    run = Path("runs") / node.environment["RUN_ID"]
+    steps = int(node.environment.get("CHECKPOINT_EVERY", 2))
+    lines = "".join(json.dumps({"step": step, "rate": node.environment["LEARNING_RATE"]}) + "\n" for step in (1, 2))
+    (run / "metrics.jsonl").write_text(lines)
+    checkpoint = run / f"checkpoints/step-{steps:06d}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "state.json").write_text("{}")
+    if "CHECKPOINT_EVERY" in node.environment:
+        await stays(node)
+
+
+@pytest.mark.parametrize(("at", "starts"), [(2, 1), (1, 2)])
+def test_a_fork_runs_from_its_step_with_what_differs(here: Here, at, starts):
+    run = train(job_group=here.group({TRAINER: checkpoints}), learning_rate=0.5, run_id="mine")
+    here.machine.times.clear()
+    forked = run.fork(at, learning_rate=0.25)
+    here.check()
+    assert forked.directory == Path(f"runs/mine-at-{at}")
+    assert len(here.machine.times["ppo-trainer-0"]) == starts
+    assert run.metrics["rate"][2] == "0.5"
+    assert forked.metrics["rate"][2] == "0.25"
+    for wrong in ({"at": 9}, {"at": 2, "run_id": "mine"}, {"at": 2, "run_id": "x", "learning_rat": 1}):
+        with pytest.raises(RunError) as raised:
+            run.fork(**wrong)
+        assert raised.value.exit_code == 78
+
+
+class Launcher:
+    """A program in place of ``grpo launch``, and of ``sky``."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.refusal: Exception | None = None
+
+    def main(self, words: list[str], **_: Any) -> int:
+        self.words = words
+        if self.refusal is not None:
+            raise self.refusal
+        return 7
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    made = Launcher()
+    monkeypatch.setattr("scripts.grpo.load_command", lambda _: made)
+    monkeypatch.setattr("local_runner.train._sky", lambda: "echo")
+    return made
+
+
+def test_a_launch_from_python_is_that_of_the_command_line(launcher: Launcher, capfd: pytest.CaptureFixture[str]):
+    size: dict[str, Any] = {"gpus": "H100:8", "nodes": {"rollout-server": 4, TRAINER: 2}}
+    job = train(infra="kubernetes", **size, model_name="Qwen/Qwen3-8B", max_steps=100, hf_token="hush")
+    assert job.number == 7
+    given = ["--env=MODEL_NAME=Qwen/Qwen3-8B", "--env=MAX_STEPS=100", "--secret=HF_TOKEN=hush"]
+    sizes = ["--rollout-nodes", "4", "--trainer-nodes", "2"]
+    assert launcher.words == ["--yes", "--gpus", "H100:8", *sizes, *given]
+    job.cancel()
+    assert capfd.readouterr().out == "jobs cancel --yes 7\n"
+    for refusal in (ConfigurationError("too large"), click.UsageError("no such option")):
+        launcher.refusal = refusal
+        with pytest.raises(ValueError, match=r"too large|no such option"):
+            train(infra="kubernetes", **size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"gpus": None}, ValueError, "gpus"),
+        ({"infra": "slurm"}, ValueError, "infra"),
+        ({"nodes": {"data-server": 2}}, ValueError, "nodes names data-server"),
+        ({"reward_fn": print}, TypeError, "reward_fn"),
+        ({"dataset": [{"question": "1"}]}, TypeError, "dataset"),
+    ],
+)
+def test_what_a_cluster_cannot_have_is_refused(launcher: Launcher, arguments: Any, error: Any, named: str) -> None:
+    with pytest.raises(error, match=named):
+        train(**{"infra": "kubernetes", "gpus": "H100:8"} | arguments)
+    assert not launcher.words
+
+
+def test_a_run_that_has_ended_is_not_run_again_and_a_failed_one_is(here: Here):
+    with pytest.raises(RunError):
+        train(job_group=here.group({TRAINER: exits(3)}), run_id="mine")
+    assert train(job_group=here.group({TRAINER: trains}), run_id="mine").directory == Path("runs/mine")

@@ -4,23 +4,22 @@ import io
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from local_runner import summary
-from local_runner.health import TrainerStatus
+from local_runner.launch import Launch, next_commands
 from local_runner.nodes import Addresses, Run
-from local_runner.progress import Step
+from local_runner.run import _show_end
 from local_runner.spec import TaskSpec
-from local_runner.summary import Launch, next_commands
 from local_runner.supervisor import State
-from local_runner.view import View, describe
+from local_runner.view import View, describe, outcome_rows, reward_change
 from services.run_page import activity
-from services.run_page.directory import first_and_last
+from services.run_page.progress import Step, first_and_last
 from tests.local_runner.test_nodes import run_of
 
-WAIT = "waiting for 2 rollout workers, 1 there, until 08:31:10"
+WAIT = "waiting for 2 rollout workers"
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
 STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
 
@@ -43,10 +42,10 @@ def printed(console: Console) -> str:
 def test_the_view_has_step_reward_phase_and_time_left():
     console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
     with View(run_of(trainer), console, live=True) as shown:
-        shown.trainer(TrainerStatus("train", 3))
+        shown.trainer(stats("train"))
         shown.step(Step(1, 0.1, None, SECONDS))
         shown.step(Step(2, 0.2, None, SECONDS))
-        shown.trainer(TrainerStatus("save", 3, WAIT))
+        shown.trainer(stats("save", WAIT))
     said = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", printed(console)).replace("\r", "\n")
     assert "step 2/3  reward 0.200" in said
     last = said.rpartition("component")[2]
@@ -55,23 +54,25 @@ def test_the_view_has_step_reward_phase_and_time_left():
     assert max(map(len, said.splitlines())) <= 80
 
 
-def waiting(seconds: float) -> TrainerStatus:
-    return TrainerStatus("publish", 3, WAIT, time.time() - seconds)
+def stats(phase: str, what: str = "", seconds: float = 0.0) -> dict[str, Any]:
+    """Return the reply of a trainer's /stats, whose activity began so many seconds ago."""
+    activity = {"what": what, "done": "", "since": time.time() - seconds, "until": None}
+    return {"phase": phase, "total_steps": 3, "activity": activity}
 
 
 def test_a_wait_of_ten_seconds_is_printed_and_again_after_ten_more(monkeypatch):
     console = Console(file=io.StringIO(), width=80)
     with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
-        shown.trainer(waiting(9))
+        shown.trainer(stats("publish", WAIT, 9))
         assert WAIT not in printed(console)
         for _ in range(5):
-            shown.trainer(waiting(11))
+            shown.trainer(stats("publish", WAIT, 11))
         assert printed(console).count(WAIT) == 1
         monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
-        shown.trainer(waiting(22))
+        shown.trainer(stats("publish", WAIT, 22))
         assert printed(console).count(WAIT) == 2
         shown.step(STEP)
-        shown.trainer(waiting(33))
+        shown.trainer(stats("publish", WAIT, 33))
         assert printed(console).count(WAIT) == 2, "steps come less often than such lines would"
 
 
@@ -105,7 +106,7 @@ def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeyp
     ],
 )
 def test_first_and_last_rewards_are_of_different_steps(rewards, label, text):
-    assert summary.reward_change(first_and_last(rewards)) == (label, text)
+    assert reward_change(first_and_last(rewards)) == (label, text)
 
 
 def accuracy(when: str, *values: float) -> dict[str, float]:
@@ -140,7 +141,7 @@ def accuracy(when: str, *values: float) -> dict[str, float]:
     ],
 )
 def test_the_end_of_a_run_has_its_accuracies_and_the_rows_that_were_left_out(found, rows):
-    assert summary.outcome_rows({}, found) == rows
+    assert [*outcome_rows({}, found)] == rows
 
 
 LAUNCH = Launch(
@@ -162,13 +163,13 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_ca
     console = terminal(80)
     of_trainer = {"status": "succeeded", "steps": 2, "seconds": 167.0, **first_and_last([0.1, 0.9])}
     outcome = {"exit_code": 0, "reason": "done", "seconds": 222.0, "restarts": {}}
-    summary.show(console, run, LAUNCH, outcome, of_trainer)
+    _show_end(run, LAUNCH, console, of_trainer, outcome)
     said = printed(console)
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
     assert ["time", "of", "last", "attempt", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
     assert "size of all runs in runs/: " in said
-    assert ["disk", "space"] in [row[:2] for row in rows]
+    assert "directory  runs/run-1, disk space " in said
     evaluate = "evaluate --model runs/run-1/model --env-file examples/demo.env"
     for command in ("view runs/run-1", "clean runs/run-1", "chat runs/run-1", evaluate):
         assert f"  .venv/bin/grpo {command}" in said
@@ -238,7 +239,8 @@ def agents_run(dataset: str, **of_trainer: str) -> tuple[TaskSpec, ...]:
 def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     env = ["MAX_STEPS=6", "EVAL_PROMPTS=0", "MAX_NEW_TOKENS=6", "HF_HUB_OFFLINE=1", "MAX_STEPS=4"]
-    launch = Launch(Path("g.yaml"), env=env, env_files=[Path("shop.env")], in_files={"AGENT": "shop_agent:solve"})
+    Path("shop.env").write_text("AGENT=shop_agent:solve\n")
+    launch = Launch(Path("g.yaml"), env=env, env_files=[Path("shop.env")])
     always = ["HF_HUB_OFFLINE=1", "MAX_NEW_TOKENS=6"]
     for agent, dataset, of_job_group in (
         ("shop_agent:solve", "gsm8k", []),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from local_runner.chat_model import ChatModel
 from scripts import chat
+from scripts.chat import ChatModel
 from services.core.errors import ConfigurationError
 
 

@@ -14,6 +14,7 @@ import torch
 from local_runner.fork import Fork
 from services.core.errors import ConfigurationError
 from services.protocol.groups import Group
+from services.run_page.directory import Run as RunFiles
 from tests.sequences import changed
 from tests.trainer.runs import STEPS, Outside, Run, train
 from trainer.algorithm.policy_losses import LossTokens, TokenLosses
@@ -69,9 +70,9 @@ def parent(base: Run, tmp_path: Path) -> Path:
 
 
 def forked(parent: Path) -> Path:
-    fork = Fork(parent, parent.with_name("fork"), AT)
+    fork = Fork(RunFiles(parent), AT, [], "fork")
     fork.check()
-    fork.write([])
+    fork.write()
     return fork.new
 
 
@@ -112,13 +113,13 @@ def test_a_fork_ends_with_the_weights_of_its_run_only_with_all_of_its_state(
 
 def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    fork = Fork(parent, tmp_path / "runs/fork", AT)
+    fork = Fork(RunFiles(parent), AT, ["LOSS=cispo"], "fork")
     fork.check()
     told = fork.disk()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing was written to say so"
     assert told.startswith("fork takes ")
     assert " and records with base; " in told
-    fork.write(["LOSS=cispo"])
+    fork.write()
     files = [path for path in fork.new.rglob("*") if path.is_file()]
     shared = {path for path in files if path.stat().st_nlink == 2}
     assert {path.relative_to(fork.new).parts[0] for path in shared} == {"checkpoints", "groups"}
@@ -134,19 +135,19 @@ def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, t
 
 
 def test_a_fork_is_refused_where_its_state_is_not_that_of_the_step(parent: Path, tmp_path: Path) -> None:
-    new = tmp_path / "runs/fork"
+    run = RunFiles(parent)
     with pytest.raises(ConfigurationError, match=r"--at 9: .*/runs/base has 4 steps"):
-        Fork(parent, new, 9).check()
+        Fork(run, 9, []).check()
     with pytest.raises(ConfigurationError, match="base exists; name the new run with --run-id"):
-        Fork(parent, parent, AT).check()
-    assert Fork(parent, new, 3).start == AT
-    assert "steps 3 to 3 are run again from checkpoint step-000002" in Fork(parent, new, 3).cost()
+        Fork(run, AT, [], "base").check()
+    assert Fork(run, 3, []).start == AT
+    assert "steps 3 to 3 are run again from checkpoint step-000002" in Fork(run, 3, []).cost()
     config = orjson.loads((parent / "config.json").read_bytes())
     config["components"]["data-server"] = {"settings": {"curriculum": "balanced"}}
     (parent / "config.json").write_bytes(orjson.dumps(config))
     with pytest.raises(ConfigurationError, match=r"Fork the run at its newest checkpoint, --at 4"):
-        Fork(parent, new, AT).check()
-    Fork(parent, new, STEPS).check()
+        Fork(run, AT, []).check()
+    Fork(run, STEPS, []).check()
     (parent / "summary.json").unlink()
     with pytest.raises(ConfigurationError, match="may be under way, and holds its replay buffer"):
-        Fork(parent, new, STEPS).check()
+        Fork(run, STEPS, []).check()

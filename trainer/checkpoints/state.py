@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
-from services.run_page.directory import of_sources
+from services.run_page.progress import of_sources
 from trainer.checkpoints.admission import Fingerprint
 from trainer.config import TrainerSettings
 

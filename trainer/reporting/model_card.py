@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from services.core.endpoints import Task
 from services.core.files import atomic_write, read_records
-from services.run_page.directory import RunDirectory, RunOverview
+from services.run_page.directory import Run
 
 CARD = "README.md"
 CURVE = "reward.png"
@@ -25,15 +25,15 @@ def write_card(run_dir: Path) -> Path:
 
     The card has no secret, because config.json has none, and no path of the machine beyond a file's name.
     """
-    run = RunDirectory(run_dir.name, run_dir).overview()
+    run = Run(run_dir)
     if (run_dir / CURVE).exists():
         shutil.copyfile(run_dir / CURVE, run_dir / "model" / CURVE)
     card = run_dir / "model" / CARD
-    atomic_write(card, "\n".join(_card(run, run_dir)).encode())
+    atomic_write(card, "\n".join(_card(run)).encode())
     return card
 
 
-def _card(run: RunOverview, run_dir: Path) -> Iterator[str]:
+def _card(run: Run) -> Iterator[str]:
     summary, trainer = run.summary, run.components.get(Task.TRAINER.value, {})
     settings = trainer.get("settings", {})
     method = str(settings.get("advantage", "grpo"))
@@ -46,16 +46,16 @@ def _card(run: RunOverview, run_dir: Path) -> Iterator[str]:
         tags=["reinforcement-learning", "verifiable-rewards", method],
     )
     yield f"---\n{data.to_yaml()}\n---"
-    yield f"# {run_dir.name}\n"
+    yield f"# {run.name}\n"
     yield (
         f"{base}, trained for {summary.get('steps', 0)} steps on {dataset} with verifiable rewards "
         f"(`ADVANTAGE={method}`, `LOSS={settings.get('loss', '')}`).\n"
     )
     yield from _table("| | before | after |\n|---|---|---|", _results(summary))
-    if (run_dir / "model" / CURVE).exists():
+    if (run.path / "model" / CURVE).exists():
         yield f"![mean reward and accuracy by step]({CURVE})\n"
     yield "## Data and cost\n"
-    yield from _table("| | |\n|---|---|", _costs(run_dir, summary))
+    yield from _table("| | |\n|---|---|", _costs(run.path, summary))
     yield "## Settings\n\nThose that differ from the defaults, by component:\n"
     yield from _table("| component | setting | value |\n|---|---|---|", _changed(run.components))
     yield "## Software\n"

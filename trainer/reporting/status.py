@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -20,7 +19,7 @@ from services.http.app import create_service_app
 from services.http.server import listen, server_config
 from services.run_page.activity import Activity, ReportTimer, in_words
 from services.run_page.components import ComponentMonitor
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import Run
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.state import RunState
 from trainer.config import TrainerSettings
@@ -69,7 +68,6 @@ class RunStatus:
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
     watch = ComponentMonitor(settings.token, settings.services)
-    runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,13 +82,10 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     def now() -> dict[str, Any]:
         return {**status.position(), "components": watch.components()}
 
-    def state_of(_: Path) -> str:
-        return "succeeded" if status.clock.phase == "finished" else "running"
-
     app = create_service_app(
         Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats, public=PUBLIC
     )
-    add_run_page(app, lambda: runs, state_of, now=now, asks_token=settings.token is not None)
+    add_run_page(app, [Run(settings.run_dir, settings.run_id)], now=now, asks_token=settings.token is not None)
     return app
 
 

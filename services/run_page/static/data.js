@@ -3,7 +3,7 @@
 import { RefusedError, get } from "./api.js";
 import { count } from "./format.js";
 
-/** The states of a run that is, or may be, under way; local_runner/directory.py has all. */
+/** The states of a run that is, or may be, under way; services/run_page/directory.py has all. */
 const GOING = ["running", "may be under way"];
 
 export class RunData {
@@ -32,6 +32,8 @@ export class RunData {
     this.summary = overview.summary;
     this.state = overview.state;
     this.error = overview.error;
+    /** Why none of the steps changed the model, why completions failed, or that the reward was lost; null without. */
+    this.advice = overview.advice;
     this.takeBefore(overview.summary);
     this.placeAfter();
   }
@@ -208,7 +210,7 @@ export class RunData {
     return (this.file && this.last("step")) || (this.summary.steps ?? null);
   }
 
-  /** Returns the number of first and of newest steps over which rewards are averaged, as services/run_page/directory.py does. */
+  /** Returns the number of first and of newest steps over which rewards are averaged, as services/run_page/progress.py does. */
   get rewardSteps() {
     const rewards = (this.column("reward_mean") ?? []).filter((reward) => reward !== null);
     return Math.max(1, Math.min(3, Math.floor(rewards.length / 2)));

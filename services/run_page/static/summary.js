@@ -4,14 +4,11 @@ import { h } from "./dom.js";
 import { clock, count, duration, number, some } from "./format.js";
 
 const NOTHING = number(null);
-const EARLY_STEPS = 3;
-const LOOK = "Look at the completions and their rewards (Samples on the run page)";
 
-/** Returns the summary of one run: what it does before its first step, else its tiles, and what it cannot learn from. */
+/** Returns the summary of one run: what it does before its first step, else the server's advice and its tiles. */
 export function summarise(run, now) {
   if (!run.steps && !now?.step) return waiting(run, now);
-  const nothing = nothingLearned(run);
-  return h("div", null, nothing ? h("p", { class: "advice fair", role: "status" }, nothing) : null, tiles(run, now));
+  return h("div", null, run.advice ? h("p", { class: "advice fair", role: "status" }, run.advice) : null, tiles(run, now));
 }
 
 /** Returns what a run without a step does, for how long and until when. */
@@ -26,21 +23,6 @@ function waiting(run, now) {
     h("p", null, h("strong", null, `${what[0].toUpperCase()}${what.slice(1)}`), `: ${facts.join(", ")}.`),
     h("p", { class: "muted" }, `${count(here)} of ${some(now.components.length, "component")} healthy. The plots come with the first step.`),
   );
-}
-
-/** Returns why none of the steps changed the model, in the words of local_runner/progress.py; null if one did, or early. */
-function nothingLearned(run) {
-  const trained = run.column("trained_tokens")?.filter((_, row) => run.column("step")[row] > 0) ?? [];
-  if (trained.length < (run.isOver ? 1 : EARLY_STEPS) || trained.some((tokens) => tokens !== 0)) return null;
-  const counts = [...run.rewardCounts.values()].flat();
-  const total = `${count(counts.reduce((sum, [, amount]) => sum + amount, 0))} completions`;
-  const [what, remedy] = !counts.length
-    ? ["no completion could be scored", LOOK]
-    : counts.every(([reward]) => reward === 0)
-      ? [`none of ${total} got a reward; all have 0`, `${LOOK}, try the reward function on a right answer, and ask in the prompt for the form that it reads`]
-      : [`within each prompt's group, all rewards are equal (${total})`, `${LOOK}: the prompts may be too easy or too hard, or the reward may not tell answers apart`];
-  const steps = trained.length > 1 ? `in ${count(trained.length)} steps` : "in the step";
-  return `The model has learned nothing ${steps}: ${what}.${run.failed ? "" : ` ${remedy}.`}`;
 }
 
 function tiles(run, now) {

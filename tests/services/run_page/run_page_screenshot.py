@@ -9,14 +9,14 @@ from playwright.sync_api import expect
 
 from scripts.view import create_view_app
 from services.core.settings import Settings
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import Run
 from tests.browser import DESKTOP, browser, screenshot
 from tests.services.run_page.serving import served
 
 
 def main(run: Path, target: Path) -> None:
     """Opens the page over ``run`` and writes what a window shows of it to ``target``."""
-    app = create_view_app(Settings(), [RunDirectory(run.name, run)])
+    app = create_view_app(Settings(), [Run(run)])
     with served(app) as url, browser() as chrome:
         page = chrome.new_page(viewport=DESKTOP)
         page.goto(url)

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from scripts.view import create_view_app
 from services.core.settings import Settings
 from services.http.server import listen
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import Run
 from tests.waiting import IDLE_SECONDS, wait_until
 
 
@@ -49,4 +49,4 @@ def view(*runs: Path, token: str | None = None, names: Sequence[str] = ()) -> Fa
     """The page over finished runs, each with its directory's name unless ``names`` are given."""
     settings = Settings(jobgroup_token=SecretStr(token) if token else None)
     directories = zip(names or [run.name for run in runs], runs, strict=True)
-    return create_view_app(settings, [RunDirectory(name, run) for name, run in directories])
+    return create_view_app(settings, [Run(run, name) for name, run in directories])

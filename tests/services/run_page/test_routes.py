@@ -8,14 +8,14 @@ from pydantic import SecretStr
 from local_runner.checks import READERS
 from scripts.view import create_view_app
 from services.core.settings import Settings
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import Run
 from services.run_page.routes import PUBLIC, STATIC
 from tests.services.run_page.runs import write_run
 
 
 @pytest.fixture
 def runs(tmp_path):
-    return [RunDirectory(name, write_run(tmp_path / name, 5)) for name in ("one", "two")]
+    return [Run(write_run(tmp_path / name, 5)) for name in ("one", "two")]
 
 
 async def test_the_page_needs_nothing_from_elsewhere(serving, runs):

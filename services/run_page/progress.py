@@ -1,20 +1,20 @@
-"""The progress of a run, read from metrics.jsonl, to which the trainer appends one object a step, and advice on it."""
+"""The steps of a run, as lines of metrics.jsonl record them, and advice on what they have in common."""
 
 from __future__ import annotations
 
-import json
-import os
+import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from services.core.files import read_from
-from services.run_page.directory import of_sources
+import orjson
+
+AVERAGED_STEPS = 3
+"""Most steps at the start and at the end over which rewards are averaged."""
 
 EARLY_STEPS = 3
-"""The number of steps after which a run prints its first advice."""
+"""The number of steps after which a run that is under way gets its first advice."""
 LOOK = "Look at the completions and their rewards (Samples on the run page)"
 
 LOST_STEPS, LOST_SHARE, LEAST_BEST = 5, 0.05, 0.1
@@ -40,29 +40,6 @@ REMEDIES = {
 """The remedy by reason of failure."""
 
 
-class GrowingFile:
-    """A text file that another process appends to, and may not have created yet."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        """Read from the beginning, or only lines that are appended from now on."""
-        self.path = path
-        self._position = path.stat().st_size if from_end and path.exists() else 0
-
-    def new_lines(self) -> Iterator[bytes]:
-        """Yield each complete line since the last call."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            # A restarted trainer may have cut the file back to its checkpoint.
-            self._position = min(self._position, file.seek(0, os.SEEK_END))
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # still being written
-                self._position += len(line)
-                yield line
-
-
 @dataclass(frozen=True)
 class Step:
     """The record of one step in metrics.jsonl."""
@@ -85,7 +62,7 @@ class Step:
     @classmethod
     def read(cls, line: bytes) -> Step:
         """Return the step of a line of metrics.jsonl."""
-        record: dict[str, Any] = json.loads(line)
+        record: dict[str, Any] = orjson.loads(line)
         return cls(
             step=int(record["step"]),
             reward=record.get("reward_mean"),
@@ -102,10 +79,23 @@ class Step:
         )
 
 
-def new_steps(metrics: GrowingFile) -> list[Step]:
-    """Return the steps appended to metrics.jsonl since the last call; DamagedFileError for a line that is no step's."""
-    with read_from(metrics.path):
-        return [Step.read(line) for line in metrics.new_lines()]
+def of_sources(record: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return what a record of metrics has of a column for each source, by the source's name."""
+    start = f"{column}/"
+    return {name.removeprefix(start): value for name, value in record.items() if name.startswith(start)}
+
+
+def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
+    """Return the mean rewards of the first and of the last steps, and the number of steps that each averages.
+
+    No step is in both means. A single step has a first mean only; without steps there is none.
+    """
+    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
+    return {
+        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
+        "reward_steps": min(steps, len(rewards)),
+    }
 
 
 def mean_rewards(steps: Sequence[Step]) -> list[float]:

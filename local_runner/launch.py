@@ -1,0 +1,215 @@
+"""The command line that starts a run: its parts, its record in launch.json, and the commands that may follow it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from local_runner.checks import READERS, check_names, load_settings, tasks_by_variable
+from local_runner.nodes import Run, check_mounts, node_environment
+from local_runner.spec import JobGroup, Overrides, assignments, counts, env_files, load
+from services.core.endpoints import Task
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.files import read_from, read_object, write_json
+from services.core.settings import SECRET, Settings
+
+if TYPE_CHECKING:
+    from trainer.config import TrainerSettings
+
+FILE = "launch.json"
+"""The file of a run directory with the command line that started the run."""
+_EVALUATED_AS: dict[str, Task] = {
+    "evaluate": Task.TRAINER,
+    **{task: task for task in (Task.DATA_SERVER, Task.REWARD_SERVER, Task.ROLLOUT_SERVER)},
+}
+"""The task of a run whose variables an evaluation takes over, by the first task of the settings' reader."""
+_OWN = {*Settings.model_fields, "model_name"}
+"""The settings that an evaluation never takes from a run."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The command line that starts a run, without its ``--run-id``; settings and secrets are NAME=VALUE or NAME."""
+
+    job_group: Path
+    env: Sequence[str] = ()
+    env_files: Sequence[Path] = ()
+    secrets: Sequence[str] = ()
+    num_nodes: Sequence[str] = ()
+    small: bool = False
+    shared_dir: Path = Path()
+
+    def group(self) -> tuple[JobGroup, Overrides]:
+        """Return the job group with the additions of the command line, and these additions.
+
+        Raises:
+            ConfigurationError: the file or an option is wrong, or no component reads a variable.
+        """
+        in_files, options = env_files(self.env_files), assignments(self.env, "--env")
+        secrets = assignments(self.secrets, "--secret")
+        overrides = Overrides(in_files | options, secrets, counts(self.num_nodes), 1 if self.small else None)
+        group = load(self.job_group, overrides)
+        check_names(group, options | secrets, in_files)
+        check_mounts(group)
+        return group, overrides
+
+    def with_env(self, env: Sequence[str]) -> Launch:
+        """Return the command line with ``env`` in place of earlier values of its variables."""
+        replaced = {assignment.partition("=")[0] for assignment in env}
+        kept = [assignment for assignment in self.env if assignment.partition("=")[0] not in replaced]
+        return replace(self, env=[*kept, *env])
+
+    def again(self, run_id: str) -> list[str]:
+        """Return the command that continues the run, with the names of its secrets alone."""
+        options = [*_repeated("--env-file", self.env_files), *_repeated("--env", self.env)]
+        options += [*_repeated("--secret", _names(self.secrets)), *_repeated("--num-nodes", self.num_nodes)]
+        options += ["--small"] if self.small else []
+        options += ["--shared-dir", str(self.shared_dir)] if self.shared_dir != Path() else []
+        return [grpo_command(), "run", str(self.job_group), *options, "--run-id", run_id]
+
+    def record(self, run_dir: Path) -> None:
+        """Write launch.json, from which ``grpo fork`` starts the run again; values of secrets are left out."""
+        content = {
+            "directory": os.getcwd(),
+            "job_group": str(self.job_group),
+            "env": [*map(recorded, self.env)],
+            "env_files": [str(path) for path in self.env_files],
+            "in_files": _open(env_files(self.env_files)),
+            "secrets": _names(self.secrets),
+            "num_nodes": [*self.num_nodes],
+            "small": self.small,
+        }
+        write_json(run_dir / FILE, content)
+
+
+def read_launch(run_dir: Path) -> tuple[Launch, Path] | None:
+    """Return the command line that started a run, and the directory in which it did; None where the run does not say.
+
+    Raises:
+        ConfigurationError: a file of variables has others now.
+    """
+    with read_from(run_dir / FILE):
+        content = read_object(run_dir / FILE)
+        if not content:
+            return None
+        where, files = Path(content.pop("directory")), [Path(path) for path in content.pop("env_files")]
+        # A file that is not there is this project's, as it was for the run.
+        read = [where / path if (where / path).exists() else path for path in files]
+        if _open(env_files(read)) != content.pop("in_files"):
+            raise ConfigurationError(
+                f"{', '.join(map(str, files))} in {where} has other variables than when {run_dir.name} was started; "
+                "restore it, so that the fork differs in --env alone"
+            )
+        return Launch(Path(content.pop("job_group")), env_files=files, **content), where
+
+
+def recorded(assignment: str) -> str:
+    """Return an option of --env with its value, which may be in the environment; the name alone of a secret.
+
+    A fork takes secrets from its own environment.
+    """
+    name, given, _ = assignment.partition("=")
+    if SECRET.search(name):
+        return name
+    return assignment if given else f"{name}={os.environ.get(name, '')}"
+
+
+def next_commands(run: Run, launch: Launch, summary: Mapping[str, Any], exit_code: int) -> list[tuple[str, str]]:
+    """Return purpose and command of everything that can be done with an ended run.
+
+    Args:
+        run: the run.
+        launch: the command line that started it.
+        summary: the trainer's summary.json; empty if the trainer has written none.
+        exit_code: the run's exit code.
+    """
+    directory, again = shown_path(run.run_dir), launch
+    purpose = ""
+    commands = [("look at it", shlex.join([grpo_command(), "view", directory]))]
+    has_checkpoint = any((run.run_dir / "checkpoints").glob("*"))
+    if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
+        settings = trainer_settings(run)
+        # Episodes of an environment need the run's environment-servers, which only a run starts.
+        if any(Task.ENVIRONMENT_SERVER not in own.way.services for own in settings.by_source().values()):
+            evaluate = [grpo_command(), "evaluate", "--model", f"{directory}/model", *_evaluated_as(run, launch)]
+            commands.append(("evaluate", shlex.join(evaluate)))
+        chat = shlex.join([grpo_command(), "chat", directory])
+        commands.append(("chat with it and with the model it began as", chat))
+        if has_checkpoint:
+            purpose, again = "train on", launch.with_env(_twice(settings, int(summary["steps"])))
+    elif has_checkpoint or any(task.name == Task.TRAINER for task in run.group.tasks):
+        purpose = "resume" if has_checkpoint else "start again"
+        purpose += ", after the correction" if exit_code == EXIT_CONFIGURATION else ""
+    if purpose:
+        commands.append((purpose, shlex.join(again.again(run.run_id))))
+    elsewhere = [] if launch.shared_dir == Path() else ["--runs", shown_path(run.run_dir.parent)]
+    commands.append(("remove it", shlex.join([grpo_command(), "clean", directory])))
+    commands.append(("list runs by size, and remove some", shlex.join([grpo_command(), "clean", *elsewhere])))
+    return commands
+
+
+def trainer_settings(run: Run) -> TrainerSettings:
+    """Return the settings of the run's trainer."""
+    [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
+    [reader] = [reader for reader in READERS if Task.TRAINER in reader.tasks]
+    return cast("TrainerSettings", load_settings(run, trainer, reader.settings_class()))
+
+
+def _evaluated_as(run: Run, launch: Launch) -> list[str]:
+    """Return the options that give an evaluation the run's settings, as far as it reads them.
+
+    The --env-file options stay as they are. --env gives what the command line or the job group's own file has in place
+    of their values and of the defaults.
+    """
+    given = {assignment.partition("=")[0]: assignment for assignment in launch.env}
+    settings, in_files = tasks_by_variable(), env_files(launch.env_files)
+    env = {name: assignment for name, assignment in given.items() if name.upper() not in settings}
+    tasks = {task.name: task for task in run.group.tasks}
+    for reader in READERS:
+        task = tasks.get(_EVALUATED_AS.get(reader.tasks[0], ""))
+        if task is None:
+            continue
+        variables = node_environment(run, task, 0)
+        for setting, info in reader.settings_class().model_fields.items():
+            name = setting.upper()
+            if setting in _OWN or name in _names(launch.secrets) or name not in task.environment:
+                continue
+            if variables[name] != in_files.get(name, str(info.default)):
+                env[name] = given.get(name, f"{name}={variables[name]}")
+    return [*_repeated("--env-file", launch.env_files), *_repeated("--env", list(env.values()))]
+
+
+def _twice(settings: TrainerSettings, steps: int) -> list[str]:
+    """Return the variables that let a run of ``steps`` steps continue to twice as many, with prompts for all."""
+    limit = [f"MAX_STEPS={2 * steps}"] if settings.max_steps else []
+    return [*limit, f"NUM_EPOCHS={2 * settings.num_epochs}"]
+
+
+def _open(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are not secret."""
+    return {name: value for name, value in variables.items() if not SECRET.search(name)}
+
+
+def _names(secrets: Sequence[str]) -> list[str]:
+    return [secret.partition("=")[0] for secret in secrets]
+
+
+def _repeated(option: str, values: Sequence[object]) -> list[str]:
+    return [part for value in values for part in (option, str(value))]
+
+
+def shown_path(path: Path) -> str:
+    """Return ``path`` relative to the current directory if it is below, else unchanged."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def grpo_command() -> str:
+    """Return the beginning of a command line of this project: ``grpo``, or its path if PATH does not lead there."""
+    program = Path(sys.argv[0]) if Path(sys.argv[0]).name == "grpo" else Path(sys.prefix) / "bin" / "grpo"
+    return "grpo" if shutil.which("grpo") == str(program) else shown_path(program)
