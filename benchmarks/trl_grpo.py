@@ -2,7 +2,7 @@
 
     python benchmarks/trl_grpo.py '{"model": ..., "questions": "questions.jsonl", "steps": 3, ...}'
 
-Every step prints a line of JSON: {"step", "seconds", "reward", "tokens"}. This file imports nothing of this project, so
+Every step prints a line of JSON: {"rewards": mean, "tokens", "seconds"}. This file imports nothing of this project, so
 that TRL gets its own versions of all libraries. ``options`` are settings of GRPOConfig; those that are not named have
 TRL's defaults. ``reward`` is a function of prompt and completion as FILE:NAME, in place of the exact answer. Gradient
 checkpointing, which takes time to save memory, is off on both sides.
@@ -38,12 +38,9 @@ def reward_of_file(place: str) -> Callable[..., list[float]]:
 
 
 class Report(TrainerCallback):  # type: ignore[misc]
-    """A callback that prints every step, and stops at a mean reward of three steps or a time limit, if there is one."""
+    """A callback that prints every step."""
 
-    def __init__(self, target: float | None, limit_seconds: float | None) -> None:
-        self.target = target
-        self.end = None if limit_seconds is None else time.perf_counter() + limit_seconds
-        self.rewards: list[float] = []
+    def __init__(self) -> None:
         self.started = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -51,15 +48,10 @@ class Report(TrainerCallback):  # type: ignore[misc]
         if not logs or "reward" not in logs:
             return
         now = time.perf_counter()
-        self.rewards.append(float(logs["reward"]))
-        step = {"step": state.global_step, "seconds": now - self.started, "reward": self.rewards[-1]}
-        step["tokens"] = logs.get("completions/mean_length", 0.0) * args.per_device_train_batch_size
+        tokens = logs.get("completions/mean_length", 0.0) * args.per_device_train_batch_size
+        step = {"rewards": float(logs["reward"]), "tokens": round(tokens), "seconds": now - self.started}
         print(json.dumps(step), flush=True)
         self.started = now
-        last = self.rewards[-3:]
-        is_reached = self.target is not None and len(last) == 3 and sum(last) / 3 >= self.target
-        if is_reached or (self.end is not None and now > self.end):
-            control.should_training_stop = True
 
 
 def main() -> None:
@@ -90,7 +82,7 @@ def main() -> None:
         reward_funcs=reward_of_file(work["reward"]) if "reward" in work else exact_match,
         args=config,
         train_dataset=dataset,
-        callbacks=[Report(work.get("target"), work.get("limit_seconds"))],
+        callbacks=[Report()],
     )
     trainer.train()
 

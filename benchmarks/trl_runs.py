@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import orjson
 
-from benchmarks import harness
-from benchmarks.harness import ROOT
-from benchmarks.job import RUN_SECONDS, Steps
+from benchmarks.job import ROOT, RUN_SECONDS
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.protocol.prompts import Cursor, Split
@@ -25,32 +25,33 @@ from trainer.model.optimizer import ADAM_BETA1
 PARITY = f"{ROOT / 'benchmarks/results/parity.py'}:parity"
 
 
-def train(
-    variables: Mapping[str, str],
-    python: str,
-    *,
-    threads: int,
-    target: float | None = None,
-    limit_seconds: float | None = None,
-) -> Steps:
-    """Train by the settings as far as TRL has them, and return each step's ``seconds``, ``reward`` and ``tokens``.
+def python() -> str:
+    """Return the interpreter that has TRL: TRL_PYTHON, or the one of `make bench` or of `make test-oracles`.
 
-    Args:
-        variables: environment variables of the trainer and the data-server.
-        python: an interpreter that has TRL.
-        threads: threads of torch.
-        target: training stops when the mean reward of three steps is at least this.
-        limit_seconds: training stops after the step in which it exceeds this time.
+    Raises:
+        SystemExit: there is none.
     """
-    lowered = {name.lower(): value for name, value in variables.items()}
+    here = [str(path) for name in ("trl", "oracles") if (path := ROOT / f".venv-{name}/bin/python").exists()]
+    if found := os.environ.get("TRL_PYTHON") or next(iter(here), None):
+        return found
+    raise SystemExit("error: no interpreter has TRL; `make .venv-trl/.trl` makes one, or name yours by TRL_PYTHON")
+
+
+def train(variables: Mapping[str, str], threads: int) -> list[dict[str, Any]]:
+    """Train by the settings as far as TRL has them, and return each step's ``seconds``, ``rewards`` and ``tokens``.
+
+    Raises:
+        SystemExit: there is no interpreter with TRL, or TRL failed.
+    """
+    lowered = {name.lower(): value for name, value in variables.items() if value}
     settings = TrainerSettings.load(**lowered)
     # TRL would look for a relative path on the hub.
-    model = Path(settings.model_name)
+    model = ROOT / settings.model_name
     with TemporaryDirectory() as directory:
         questions = Path(directory) / "questions.jsonl"
         write_questions(DataSettings.load(**lowered), settings, questions)
         work = {
-            "model": str(model.resolve()) if model.is_dir() else settings.model_name,
+            "model": str(model) if model.is_dir() else settings.model_name,
             "questions": str(questions),
             "directory": directory,
             "prompts": settings.batch_size,
@@ -61,16 +62,15 @@ def train(
             "dtype": variables["COMPUTE_TYPE"],
             "seed": settings.seed,
             "threads": threads,
-            "target": target,
-            "limit_seconds": limit_seconds,
             **({"reward": PARITY} if variables["REWARD_FN"].endswith(":parity") else {}),
             "options": options(settings),
         }
-        command = [python, str(ROOT / "benchmarks/trl_grpo.py"), json.dumps(work)]
+        command = [python(), str(ROOT / "benchmarks/trl_grpo.py"), json.dumps(work)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
-        with harness.programs([command], [environment], RUN_SECONDS) as [process]:
-            output = harness.output_of(process, "TRL")
-    return [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=RUN_SECONDS)
+    if done.returncode:
+        raise SystemExit(f"error: TRL ended with {done.returncode}; its messages are above")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rewards"')]
 
 
 def options(settings: TrainerSettings) -> dict[str, object]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-
-from scripts.reference.notebook import PATH, execute
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
+PATH = ROOT / "docs/first_run.ipynb"
 
 
 def images(notebook: nbformat.NotebookNode) -> list[str]:
@@ -35,7 +35,7 @@ def test_the_notebook_runs_from_its_directory(
     [questions] = [cell for cell in notebook.cells if cell.source.startswith("rows = ")]
     # What the tiny model can read.
     questions.source = re.sub(r'f".*?="', 'f"{a}+{b}="', questions.source)
-    execute(notebook, checkout / "docs")
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(checkout / "docs")}}).execute()
     assert images(notebook)
     [run] = checkout.glob("runs/*")
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6

@@ -1,214 +1,165 @@
-"""Make the runs of docs/results.md and write the page: ``python -m benchmarks.results [--only PART ...]``.
+"""Make the runs of an experiment, and add a row of each to docs/results/NAME.jsonl.
 
-With ``--again DIRECTORY``, make the runs once more and say whether they agree with those of the page.
+    python -m benchmarks.results NAME [--seed N] [--variant TEXT] [--rows FILE]
+
+A run that has a row is not made again; ``--rows`` names another file, to repeat runs. ``benchmarks.results.figures``
+makes tables and pictures of rows. GSM8K_DIR names a directory with train.jsonl and test.jsonl of GSM8K in place of the
+hub, and TRL_PYTHON an interpreter that has TRL.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import os
+import platform
 import re
+import resource
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import torch
+import orjson
+import yaml
 
-from benchmarks import harness
-from benchmarks.harness import ROOT
-from benchmarks.results import comparisons, job_runs
-from benchmarks.results.comparisons import ACCURACY, REWARD, Measure, paragraph, spread, t_quantile, table
-from benchmarks.results.experiments import PARTS
-from benchmarks.results.plots import curves
-from benchmarks.results.runs import Part, Result, Results, commonest_processor
-from services.core import logs
+from benchmarks import job, trl_runs
+from benchmarks.job import ROOT, Job, running, say
+from benchmarks.results.experiments import EXPERIMENTS, TRL, Run, Settings
+from services.core.files import read_records
+from services.core.machine import cores
 
-PAGE = ROOT / "docs/results.md"
-TEXT = Path(__file__).with_name("page.md")
-COMMAND = ".venv/bin/python -m benchmarks.results --only"
-
-FIGURES: Mapping[str, Callable[..., str]] = {
-    "accuracy": comparisons.accuracy_note,
-    "after": job_runs.after,
-    "before": job_runs.before,
-    "change": job_runs.change,
-    "comparison": comparisons.comparison,
-    "curves": curves,
-    "difference": comparisons.difference,
-    "learned": job_runs.learned,
-    "mean": comparisons.mean_figure,
-    "processor": commonest_processor,
-    "ranking": comparisons.ranking,
-    "row": job_runs.task_row,
-    "verdict": comparisons.verdict,
-}
-"""The functions that page.md calls by name in any section: each gets the part's results, and the texts behind it."""
-
-_HEADING = re.compile(r"## (.+) \{(\w+)\}")
-_FIGURE = re.compile(r"\{(\w+)(?:: ([^{}]*))?\}")
+KEPT = ROOT / "docs/results"
+FIGURES = re.compile(r"reward_part_|(eval_)?environment_|tool_calls_(mean|parsed)|truncation_rate|teacher_k1$")
+"""Columns of metrics.jsonl that a row has of the first and of the last step."""
+PHASES = ("seconds_generate", "seconds_train", "seconds_publish", "pause_seconds")
+"""Columns of metrics.jsonl that a row has the median of, without the first step, which warms up."""
 
 
-def page(parts: Sequence[Part] = PARTS) -> str:
-    """Return the text of the page, which is page.md with figures, and write its plots."""
-    by_name = {part.name: part for part in parts}
-    blocks: list[str] = []
-    summary: list[str] = []
-    for section in re.split(r"(?m)^(?=## )", TEXT.read_text("utf-8")):
-        heading, *texts = section.strip().split("\n\n")
-        titled = _HEADING.fullmatch(heading)
-        if titled is None:
-            blocks += [heading, *map(filled, texts)]
-            continue
-        part = by_name[titled[2]]
-        results = part.results()
-        blocks.append(f"## {titled[1]}")
-        if not results:
-            blocks.append(f"Not run here; `{COMMAND} {part.name}` makes the runs.")
-            continue
-        sentences, *texts = texts
-        summary += with_figures(sentences, part, results).splitlines()
-        blocks += [provenance(part, results), *(filled(with_figures(text, part, results)) for text in texts)]
-    blocks = ["\n".join(summary) if block == "{summary}" else block for block in blocks]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+def train(run: Run) -> dict[str, Any]:
+    """Make a run with `grpo run`, or with TRL, and return its row.
 
-
-def with_figures(text: str, part: Part, results: Results) -> str:
-    """Return a block of page.md with its figures, without the lines of a list that lack one."""
-    functions = {**FIGURES, **part.figures}
-
-    def figure(found: re.Match[str]) -> str:
-        return functions[found[1]](results, *(found[2].split(" | ") if found[2] else ()))
-
-    if not text.startswith("- "):
-        return _FIGURE.sub(figure, text)
-    lines = text.splitlines()
-    complete = [line for line in lines if all(figure(found) for found in _FIGURE.finditer(line))]
-    return "\n".join(_FIGURE.sub(figure, line) for line in complete)
-
-
-def filled(block: str) -> str:
-    """Return a block with the line breaks of a paragraph, unless it is a list, a table, an image or a heading."""
-    return block if block.startswith(("- ", "|", "![", "#", "{")) else paragraph(block)
-
-
-def provenance(part: Part, results: Results) -> str:
-    """Return a paragraph with command, runs, seeds, steps, and processor time by processor, of a part."""
-    seeds = ", ".join(map(str, sorted({result.seed for result in results}))) + _lacking_seeds(results)
-    steps = sorted({len(result.rewards) for result in results})
-    lengths = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
-    runs = len(results)
-    of = "" if runs == len(part.runs) else f" of {len(part.runs)} (the command makes the others)"
-    costs = []
-    for processor in sorted({result.processor for result in results}):
-        seconds = [result.processor_seconds for result in results if result.processor == processor]
-        each = f"{sum(seconds) / 60:.0f} CPU minutes, {statistics.fmean(seconds):.0f} CPU seconds a run"
-        costs.append(f"{len(seconds)} on {processor} ({each})")
-    return paragraph(
-        f"`{COMMAND} {part.name}`: {runs} runs{of}, seeds: {seeds}; {lengths} steps; {' and '.join(costs)}. "
-        f"Data: [`{part.name}.jsonl`](results/{part.name}.jsonl)."
-    )
-
-
-def _lacking_seeds(results: Results) -> str:
-    """Return a remark in brackets on the variants that lack seeds which others of their task have, or nothing."""
-    seeds: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for result in results:
-        seeds[result.task][result.variant].add(result.seed)
-    numbers = [
-        len(of_variant)
-        for variants in seeds.values()
-        for of_variant in variants.values()
-        if len(of_variant) < len(set().union(*variants.values()))
-    ]
-    return f" (variants with fewer: {len(numbers)}, the least has {min(numbers)})" if numbers else ""
-
-
-COVERAGE = 0.95
-"""The chance that a mean of new seeds lies in the prediction interval."""
-COLUMNS = ("part", "task", "variant", "measure", "kept", "again", "verdict")
-
-
-def report(parts: Sequence[Part], directory: Path) -> str:
-    """Compare the runs in ``directory`` with the kept ones in a table, and say how many of its rows agree."""
-    rows = [row for part in parts for row in compared(part.name, part.results(), part.results(directory))]
-    apart = sum(row[-1] == "apart" for row in rows)
-    agreement = f"""
-    {len(rows) - apart} of {len(rows)} rows agree with docs/results: they are identical, equal within the page's margin,
-    or inside the {COVERAGE:.0%} prediction interval of the kept runs, which one row in twenty misses by chance.
+    Raises:
+        SystemExit: the run failed.
     """
-    return f"{table(COLUMNS, rows)}\n\n{paragraph(agreement)}"
+    row = {"task": run.task, "variant": run.variant, "seed": run.seed, "settings": dict(run.settings)}
+    before = processor_seconds()
+    with TemporaryDirectory() as name, prepared(run, Path(name)) as settings:
+        if run.variant == TRL:
+            steps = trl_runs.train(settings, threads=int(settings.get("OMP_NUM_THREADS") or cores()))
+            measured: dict[str, Any] = {key: [step[key] for step in steps] for key in ("rewards", "tokens", "seconds")}
+        else:
+            directory = Path(name) / "run"
+            directory.mkdir()
+            with running(directory, settings, run.way.job_group, run.way.nodes) as job:
+                if run.way.killed_after:
+                    job.wait(lambda: len(job.steps()) >= run.way.killed_after)
+                    job.kill_trainer()
+                job.wait()
+                measured = measurements(job, run.settings)
+    row |= {"accuracy": None, "accuracy_error": None, "prompts": 0, "samples": 0, "figures": {}} | measured
+    return row | {"processor_seconds": processor_seconds() - before, "processor": processor()}
 
 
-def compared(part: str, earlier: Results, later: Results) -> list[tuple[str, ...]]:
-    """Return a row for each task, variant and measure that both have, in the order of the kept runs."""
-    rows = []
-    for task, variant in dict.fromkeys((result.task, result.variant) for result in earlier):
-        first, second = (
-            [result for result in results if (result.task, result.variant) == (task, variant)]
-            for results in (earlier, later)
-        )
-        for measure in (REWARD, ACCURACY):
-            before, after = (
-                [v for result in group if (v := measure.of(result)) is not None] for group in (first, second)
-            )
-            if before and after:
-                cells = (spread(values, measure.digits) for values in (before, after))
-                rows.append((part, task, variant, measure.name, *cells, verdict(first, second, measure)))
-    return rows
+@contextmanager
+def prepared(run: Run, directory: Path) -> Iterator[Settings]:
+    """Give a run's settings with paths of what it needs: its model, a part of its sources, files of GSM8K."""
+    settings = {"PYTHONPATH": str(ROOT)} | run.settings
+    if not settings.get("MODEL_NAME") and "SOURCES" not in settings:
+        from toys import arithmetic
+
+        settings["MODEL_NAME"] = str(directory / "tiny")
+        arithmetic.build_model().save_pretrained(settings["MODEL_NAME"])
+        arithmetic.build_tokenizer().save_pretrained(settings["MODEL_NAME"])
+    if run.way.sources:
+        entries = yaml.safe_load((ROOT / settings["SOURCES"]).read_text("utf-8"))
+        settings["SOURCES"] = str(directory / "sources.yaml")
+        chosen = [entry for entry in entries if entry["name"] in run.way.sources]
+        Path(settings["SOURCES"]).write_text(yaml.safe_dump(chosen), "utf-8")
+    if settings.get("DATASET") == "gsm8k" and (files := os.environ.get("GSM8K_DIR")):
+        settings |= {"DATASET": f"{files}/train.jsonl", "DATASET_TEST": f"{files}/test.jsonl"}
+    if run.way.begins_with is None:
+        yield settings
+        return
+    job_group, own, variable = run.way.begins_with
+    seeds = {name: run.settings[name] for name in ("SEED", "DATA_SEED") if name not in own}
+    first = {"PYTHONPATH": str(ROOT), "MODEL_NAME": settings["MODEL_NAME"], **seeds, **own}
+    (directory / "first").mkdir()
+    with running(directory / "first", first, job_group) as job:
+        job.wait()
+        yield settings | {variable: str(job.run_dir / "model")}
 
 
-def verdict(earlier: Results, later: Results, measure: Measure) -> str:
-    """Say whether new runs of a variant agree with the kept ones by a measure.
+def measurements(job: Job, settings: Settings) -> dict[str, Any]:
+    """Return the columns of a row that metrics.jsonl and summary.json have."""
+    records = job.steps()
+    steps = [step for step in records if "reward_mean" in step]  # An evaluation before the first has a record, too.
+    row: dict[str, Any] = {
+        "rewards": [step["reward_mean"] for step in steps],
+        "tokens": [int(step["completion_tokens"]) for step in steps],
+        "seconds": [step["seconds_step"] - step.get("seconds_evaluate", 0.0) for step in steps],
+    }
+    samples = int(settings.get("EVAL_SAMPLES", "0"))
+    accuracy = f"avg_at_{samples}" if samples else "accuracy"
+    if accuracy in steps[-1]:
+        row |= {"accuracy": steps[-1][accuracy], "accuracy_error": steps[-1][f"{accuracy}_stderr"]}
+        row |= {"prompts": int(steps[-1]["eval_prompts"] - steps[-1]["eval_left_out"]), "samples": samples}
+    figures = {"staleness": statistics.fmean(step["staleness_mean"] for step in steps)}
+    figures |= {"replayed": sum(step.get("replay_groups", 0) for step in steps)}
+    figures |= {"left_out": sum(step.get("replay_groups_left_out", 0) for step in steps)}
+    figures |= {name: statistics.median(step.get(name, 0.0) for step in steps[1:] or steps) for name in PHASES}
+    figures |= {f"accuracy_{step['step']}": step[accuracy] for step in records if accuracy in step}
+    for name in {name for step in steps for name in step if FIGURES.match(name)}:
+        values = [step[name] for step in steps if step.get(name) is not None]
+        figures |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
+    summary = orjson.loads((job.run_dir / "summary.json").read_bytes())
+    if summary.get("accuracy_before") is not None:
+        figures["accuracy_before"] = summary["accuracy_before"]
+    for source, of_source in (summary.get("sources") or {}).items():
+        figures[f"reward/{source}"] = statistics.fmean(step[f"reward_mean/{source}"] for step in steps)
+        figures[f"accuracy/{source}_before"], figures[f"accuracy/{source}_after"] = of_source["accuracies"]
+    return row | {"figures": figures}
 
-    Runs with a common seed are "identical" if they have the same numbers to the last digit. Otherwise the means are
-    "equal" if they differ by less than the margin, "within the spread" if the new mean lies in the prediction interval
-    of the kept values (Student's t, mean +- t s sqrt(1/n + 1/m)), else "apart".
-    """
-    by_seed = {result.seed: result for result in earlier}
-    pairs = [(by_seed[result.seed], result) for result in later if result.seed in by_seed]
-    if pairs and all(measure.exact(one) == measure.exact(other) for one, other in pairs):
-        return "identical"
-    before, after = (_values(results, measure) for results in (earlier, later))
-    difference = abs(statistics.fmean(after) - statistics.fmean(before))
-    if difference < measure.margin:
-        return "equal"
-    if len(before) < 2:
-        return "apart"
-    half = t_quantile((1 + COVERAGE) / 2, len(before) - 1) * statistics.stdev(before)
-    return "within the spread" if difference <= half * math.sqrt(1 / len(before) + 1 / len(after)) else "apart"
+
+def processor_seconds() -> float:
+    """Return the processor time of all processes that this one has started and seen end, with their children."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
-def _values(results: Sequence[Result], measure: Measure) -> list[float]:
-    return [value for result in results if (value := measure.of(result)) is not None]
+def processor() -> str:
+    """Return the name of this machine's processor and the number of cores."""
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"(?m)^model name\s*:\s*(.+)$", file.read_text("utf-8")) if file.exists() else []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {cores()} cores"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, make the runs that are missing, and write the page."""
-    names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.results")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--seeds", type=int, help="make the runs of the first SEEDS seeds only; by default of all")
-    parser.add_argument("--page-only", action="store_true", help="make no runs, write the page of those that are kept")
-    parser.add_argument(
-        "--again",
-        type=Path,
-        metavar="DIRECTORY",
-        help="make the runs once more, into a directory, from which an interrupted command continues; compare them "
-        "with those that are kept, and write no page",
-    )
-    args = parser.parse_args(arguments)
-    harness.end_in_order()
-    logs.configure("results", "warning")
-    # Several threads would compute other sums, and a tiny model gains nothing by them.
-    torch.set_num_threads(1)
-    parts = [part for part in PARTS if part.name in args.only]
-    for part in [] if args.page_only else parts:
-        part.make(args.seeds, args.again)
-    if args.again:
-        print(report(parts, args.again))
-    else:
-        PAGE.write_text(page(), "utf-8")
+def main() -> None:
+    """Read the command line, and make the runs that have no row."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.results", description=__doc__, formatter_class=form)
+    parser.add_argument("name", choices=EXPERIMENTS, help="the experiment")
+    parser.add_argument("--seed", type=int, help="the runs of this seed only")
+    parser.add_argument("--variant", default="", help="the runs whose task and variant contain this text")
+    parser.add_argument("--steps", help="MAX_STEPS of all runs, to try the command")
+    parser.add_argument("--rows", type=Path, help="file of the rows; default docs/results/NAME.jsonl")
+    args = parser.parse_args()
+    job.end_in_order()
+    file = args.rows or KEPT / f"{args.name}.jsonl"
+    present = {(row["task"], row["variant"], row["seed"]) for row in read_records(file)}
+    for run in EXPERIMENTS[args.name]:
+        is_asked = args.variant in f"{run.task}, {run.variant}" and args.seed in (None, run.seed)
+        if not is_asked or (run.task, run.variant, run.seed) in present:
+            continue
+        if args.steps:
+            run = replace(run, settings={**run.settings, "MAX_STEPS": args.steps})
+        row = train(run)
+        with file.open("ab") as rows:
+            rows.write(orjson.dumps(row) + b"\n")
+        mean = statistics.fmean(row["rewards"])
+        say(f"{run.task}, {run.variant}, seed {run.seed}: mean reward {mean:.3f}, {row['processor_seconds']:.0f} CPU s")
 
 
 if __name__ == "__main__":

@@ -1,220 +1,227 @@
-"""The experiments of docs/results.md: for each part its tasks, seeds and variants, with the functions that run them.
+"""The experiments of docs/results.md: for each of them its tasks, variants and seeds.
 
-A variant is a name with the settings that differ from the task's, and the function that makes its runs. The text of a
-part is the section of page.md whose heading has its name in braces.
+A task is a set of environment variables; a variant changes some of them. `grpo run` makes every run, and
+``trl_grpo.py`` those of TRL. Rows of docs/results/ whose variant is not in the table below were made by programs that
+have been removed; the page says which.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from benchmarks.harness import ROOT
-from benchmarks.job import Job, kill
-from benchmarks.results import distillation, examples, in_process, job_runs, methods, mix, off_policy
-from benchmarks.results.beside_trl import OURS, TRL, seconds_to, stages, train_trl
-from benchmarks.results.episodes import (
-    AGENT_SETTINGS,
-    ENVIRONMENT_SETTINGS,
-    below_random,
-    random_play,
-    train_agent,
-    train_environment,
-)
-from benchmarks.results.plots import by_clock
-from benchmarks.results.rounding import train_from_bfloat16
-from benchmarks.results.runs import Part, Result, Results, Run, Settings, Train, runs_of
-from benchmarks.results.tasks import DEMO_TASK, TINY
+from benchmarks.job import ROOT
 from local_runner.spec import env_file
-from services.core.errors import ConfigurationError
 
-Variants = dict[str, tuple[Settings, Train]]
-
-
-def variants(by_name: Mapping[str, Settings], train: Train = in_process.train) -> Variants:
-    """Return variants that one function makes; by default in this process."""
-    return {name: (settings, train) for name, settings in by_name.items()}
+Settings = dict[str, str]
+TRL = "TRL"
 
 
-# --- equal ways -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Way:
+    """A variant of a task: the settings that it changes, and how its run is started."""
+
+    settings: Settings = field(default_factory=dict)
+    job_group: str = "jobgroup.yaml"
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of nodes other than one a task."""
+    killed_after: int = 0
+    """The step after which the trainer is killed once; 0: never."""
+    begins_with: tuple[str, Settings, str] | None = None
+    """Job group and settings of a run before this one, and the variable that names the model of that run."""
+    sources: tuple[str, ...] = ()
+    """The sources of the file of SOURCES that the run has; all without names."""
 
 
-def kill_trainer(job: Job, *, after: int) -> None:
-    """Kill the trainer after a step."""
-    job.wait(lambda: len(job.steps()) >= after)
-    kill(job, "ppo-trainer-0")
+@dataclass(frozen=True)
+class Run:
+    """A run of an experiment."""
+
+    task: str
+    variant: str
+    seed: int
+    settings: Settings
+    way: Way
 
 
-def asynchronous(staleness: int) -> tuple[Settings, Train]:
-    """Return settings and function of a job group whose groups are at most ``staleness`` policy versions old."""
-    train = partial(job_runs.train, job_group=ROOT / "jobgroups/async.yaml", nodes={"collector": 1})
-    return {"MAX_STALENESS": str(staleness)}, train
+def runs(task: str, settings: Settings, seeds: Iterable[int], ways: Mapping[str, Way | Settings]) -> list[Run]:
+    """Return the runs of a task seed by seed, so that an interruption leaves all variants with the same seeds."""
+    made = {name: way if isinstance(way, Way) else Way(way) for name, way in ways.items()}
+    return [
+        Run(task, name, seed, {**settings, **way.settings, "SEED": str(seed), "DATA_SEED": str(seed)}, way)
+        for seed in seeds
+        for name, way in made.items()
+    ]
 
 
-def ways(checkpoint_every: int, killed_at: int) -> Variants:
-    """Return the ways to train a task; a trainer is killed after the step ``killed_at``."""
-    resumed = partial(job_runs.train, while_running=partial(kill_trainer, after=killed_at))
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+EXACT = {"COMPUTE_TYPE": "float32", "KEEP_MEMORY": "true", "MIN_WORKERS": "1", "OMP_NUM_THREADS": "1"}
+"""Runs on one thread in float32 give the same numbers wherever they run."""
+DEMO = env_file(ROOT / "examples/demo.env") | EXACT | {"NUM_EPOCHS": "1000", "EVAL_SAMPLES": "4"}
+"""SmolLM2-135M, with the settings of examples/demo.env: it learns to answer an addition by the number alone."""
+PARITY, LARGE, PERCENTAGE = (f"benchmarks.results.parity:{name}" for name in ("parity", "large", "percentage"))
+TINY = EXACT | {
+    "DATASET": "arithmetic",
+    "ARITHMETIC_DIGITS": "1,2",
+    "ARITHMETIC_OPERATIONS": "+-",
+    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "PROMPT_STYLE": "plain",
+    "REWARD_FN": PARITY,
+    "ROLLOUT_ENGINE": "embedded",
+    "CUDA_VISIBLE_DEVICES": "",
+    "BATCH_SIZE": "8",
+    "GROUP_SIZE": "8",
+    "MAX_NEW_TOKENS": "8",
+    "TEMPERATURE": "1",
+    "LEARNING_RATE": "5e-4",
+    "MAX_STEPS": "40",
+    "NUM_EPOCHS": "1000",
+    "CHECKPOINT_EVERY": "0",
+    "ENGINE_DTYPE": "float32",
+    "PUBLISH_TYPE": "float32",
+    "EVAL_PROMPTS": "200",
+    "EVAL_SAMPLES": "4",
+}
+"""A model of 0.4M random weights learns to answer sums with eight even digits and differences with eight odd ones.
+
+No MODEL_NAME: the run makes the model, always the same.
+"""
+GREEDY = DEMO | {"EVAL_SAMPLES": "0", "EVAL_PROMPTS": "52"}
+
+
+def at(rate: str, task: Settings = TINY) -> Settings:
+    """Return a task with another learning rate."""
+    return {**task, "LEARNING_RATE": rate}
+
+
+# --- equal ways, staleness, replay, rounding --------------------------------------------------------------------------
+
+
+def asynchronous(staleness: int, settings: Settings | None = None) -> Way:
+    """Return an asynchronous run whose groups are at most ``staleness`` policy versions old."""
+    return Way({"MAX_STALENESS": str(staleness), **(settings or {})}, "jobgroups/async.yaml")
+
+
+def ways(checkpoint_every: int, killed_after: int) -> dict[str, Way]:
+    """Return ways to train a task that give the same weights, and one that computes in bfloat16."""
     return {
-        "synchronous": ({}, job_runs.train),
-        "one process": ({}, in_process.train),
-        "killed and resumed": ({"CHECKPOINT_EVERY": str(checkpoint_every)}, resumed),
-        "broadcast": ({"PUBLISH_TRANSPORT": "broadcast"}, job_runs.train),
-        "two ranks": ({}, partial(job_runs.train, nodes={"ppo-trainer": 2})),
+        "synchronous": Way(),
+        "killed and resumed": Way({"CHECKPOINT_EVERY": str(checkpoint_every)}, killed_after=killed_after),
+        "broadcast": Way({"PUBLISH_TRANSPORT": "broadcast"}),
+        "two ranks": Way(nodes={"ppo-trainer": 2}),
+        "bfloat16": Way(dict.fromkeys(("COMPUTE_TYPE", "PUBLISH_TYPE", "ENGINE_DTYPE"), "bfloat16")),
+        "asynchronous, staleness 1": asynchronous(1),
     }
 
 
-BFLOAT16 = (dict.fromkeys(("COMPUTE_TYPE", "PUBLISH_TYPE", "ENGINE_DTYPE"), "bfloat16"), in_process.train)
-WAYS: Variants = {
-    **ways(checkpoint_every=8, killed_at=20),
-    "four ranks": ({}, partial(job_runs.train, nodes={"ppo-trainer": 4})),
-    **{f"asynchronous, staleness {bound}": asynchronous(bound) for bound in (1, 2, 4)},
-    "bfloat16": BFLOAT16,
+TINY_WAYS = ways(8, 20) | {f"asynchronous, staleness {bound}": asynchronous(bound) for bound in (2, 4)}
+TINY_WAYS |= {"four ranks": Way(nodes={"ppo-trainer": 4})}
+DEMO_WAYS = ways(2, 5) | {"LoRA": Way({"LORA_RANK": "8", "LEARNING_RATE": "2e-4"})}
+
+AROUND_SAMPLER = {"IMPORTANCE_CORRECTION": "none"}
+CORRECTIONS: dict[str, Settings] = {
+    "": {},
+    ", clipped around the policy that sampled": AROUND_SAMPLER,
+    ", CISPO": {"LOSS": "cispo"},
+    ", IcePop": {"IMPORTANCE_CORRECTION": "icepop"},
+    **{f", weights up to {cap}": {"IMPORTANCE_CAP": cap} for cap in ("1", "3", "5")},
+    **{f", KL up to {bound}": {"OFF_POLICY_MAX_KL": bound} for bound in ("0.1", "0.5")},
 }
-DEMO_WAYS: Variants = {
-    **ways(checkpoint_every=2, killed_at=5),
-    "asynchronous, staleness 1": asynchronous(1),
-    "bfloat16": BFLOAT16,
-    "LoRA": ({"LORA_RANK": "8", "LEARNING_RATE": str(10 * float(DEMO_TASK["LEARNING_RATE"]))}, in_process.train),
+STALE = {f"staleness 4{name}": asynchronous(4, settings) for name, settings in CORRECTIONS.items()}
+
+REPLAY: dict[str, Settings] = {"no replay": {}} | {
+    f"{groups} groups, KL to {bound}": {"REPLAY_GROUPS": groups, "REPLAY_MAX_KL": bound}
+    for groups in ("4", "8")
+    for bound in ("0.1", "1")
 }
-
-# --- staleness and replay ---------------------------------------------------------------------------------------------
-
-AROUND_SAMPLER: Settings = {"IMPORTANCE_CORRECTION": "none"}
-"""The ratio is against the policy that sampled, and the clip is around it."""
-CLIPPED = "clipped around the policy that sampled"
-
-
-def lagging(lag: int, settings: Settings | None = None) -> tuple[Settings, Train]:
-    """Return a variant whose engine serves the weights of ``lag`` steps ago."""
-    return settings or {}, partial(in_process.train, lag=lag)
-
-
-BY_LAG: Variants = {
-    **{name: lagging(lag) for name, lag in off_policy.LAGS.items()},
-    **{f"lag {lag}, {CLIPPED}": lagging(lag, AROUND_SAMPLER) for lag in (1, 2, 4)},
-    "lag 4, CISPO": lagging(4, {"LOSS": "cispo"}),
-    "lag 4, IcePop": lagging(4, {"IMPORTANCE_CORRECTION": "icepop"}),
-}
-BY_BOUND: Variants = {
-    "no lag": lagging(0),
-    "lag 4": lagging(4),
-    f"lag 4, {CLIPPED}": lagging(4, AROUND_SAMPLER),
-    **{f"lag 4, weights up to {cap}": lagging(4, {"IMPORTANCE_CAP": cap}) for cap in ("1", "3", "5")},
-    "lag 4, IcePop": lagging(4, {"IMPORTANCE_CORRECTION": "icepop"}),
-    **{f"lag 4, KL up to {bound}": lagging(4, {"OFF_POLICY_MAX_KL": bound}) for bound in ("0.1", "0.5")},
-}
-STALENESS = [
-    run
-    for rate, lags in {"5e-4": BY_LAG, "2e-3": BY_BOUND, "4e-3": BY_BOUND}.items()
-    for run in runs_of(f"learning rate {rate}", TINY | {"LEARNING_RATE": rate}, range(5), lags)
-]
-
-REPLAY: dict[str, Settings] = {
-    "no replay": {},
-    **{
-        f"{groups} groups, KL to {bound}": {"REPLAY_GROUPS": groups, "REPLAY_MAX_KL": bound}
-        for groups in ("4", "8")
-        for bound in ("0.1", "1")
-    },
-}
-SHORTER: dict[str, Settings] = {
+SHORTER = {
     f"{groups} groups, KL to 1, {steps} steps": {"REPLAY_GROUPS": groups, "REPLAY_MAX_KL": "1", "MAX_STEPS": steps}
     for groups, steps in (("4", "31"), ("8", "26"))
 }
 """Steps of the tiny task that take the processor time of its 40 without replay."""
 
-# --- rounding ---------------------------------------------------------------------------------------------------------
-
-ENGINES: dict[str, Settings] = {
+ENGINES = {
     "float32 engine": {},
     "bfloat16 engine": {"ENGINE_DTYPE": "bfloat16"},
     "bfloat16 engine, ratio to the policy that sampled": {"ENGINE_DTYPE": "bfloat16"} | AROUND_SAMPLER,
 }
-PUBLISHED: Variants = {
-    "float32": ({"PUBLISH_TYPE": "float32"}, train_from_bfloat16),
-    "unbiased": ({"PUBLISH_TYPE": "bfloat16"}, train_from_bfloat16),
-    "nearest": ({"PUBLISH_TYPE": "bfloat16"}, partial(train_from_bfloat16, is_nearest=True)),
-}
 
 # --- methods ----------------------------------------------------------------------------------------------------------
 
-UNTRAINED: Variants = {
-    "no training": ({"EVAL_SAMPLES": "8"}, in_process.evaluate),
-    "best of 8, no training": ({"EVAL_SAMPLES": "8"}, partial(in_process.evaluate, best=True)),
+METHODS: dict[str, Settings] = {
+    "GRPO": {},
+    "Dr. GRPO": {"ADVANTAGE": "dr_grpo", "AGGREGATION": "constant_length"},
+    "RLOO": {"ADVANTAGE": "rloo"},
+    "REINFORCE++": {"ADVANTAGE": "reinforce"},
+    "PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": "1e-3"},
+    "sequence mean": {"AGGREGATION": "sequence_mean"},
+    "dynamic sampling": {"DYNAMIC_SAMPLING_TRIES": "2"},
+    "SFT on right answers": {"ADVANTAGE": "benchmarks.results.baselines:right_answers"},
+    "SFT on the group's best": {"ADVANTAGE": "benchmarks.results.baselines:best_of_group"},
 }
-"""Ways to use the policy as it is."""
-AT_BEST_RATES = {name: settings | {"LEARNING_RATE": methods.RATES[name]} for name, settings in methods.METHODS.items()}
-DEMO_METHODS = methods.one_update(critic_rate="1e-5") | {"overlong penalty": {"OVERLONG_BUFFER": "4"}}
-# Rewards are 0 or 1, so that the best of a group are its right answers, but for groups that are all right.
-del DEMO_METHODS["SFT on the group's best"]
+"""Methods that differ with a single update a batch; GRPO has the product's defaults."""
+RATES = ("4e-3", "2e-3", "4e-3", "2e-3", "2e-3", "2e-3", "2e-3", "1e-3", "4e-3")
+"""The best learning rate of each method on the tiny task, by its mean reward on the seeds 100 and 101."""
+AT_BEST = {name: at(rate, own) for (name, own), rate in zip(METHODS.items(), RATES, strict=True)}
+TRIED = {f"{name} at {rate}": at(rate, own) for name, own in METHODS.items() for rate in ("1e-3", "2e-3", "4e-3")}
+OF_DEMO = METHODS | {
+    "PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": "1e-5"},
+    "overlong penalty": {"OVERLONG_BUFFER": "4"},
+}
 
-# --- several rewards, teachers and examples ---------------------------------------------------------------------------
 
-PARITY, LARGE, PERCENTAGE = (f"benchmarks.results.parity:{name}" for name in ("parity", "large", "percentage"))
+def four_updates(critic_rate: str) -> dict[str, Settings]:
+    """Return the methods that differ in the ratio to the policy at the start of the step, 1 in the first update."""
+    own = {"GRPO": {}, "clip-higher": {"CLIP_HIGH": "0.28"}, "GSPO": {"LOSS": "gspo"}, "CISPO": {"LOSS": "cispo"}}
+    own |= {"PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": critic_rate}}
+    return {name: {"UPDATES_PER_BATCH": "4"} | settings for name, settings in own.items()}
+
+
+# --- teachers, examples, rewards --------------------------------------------------------------------------------------
+
+
+def taught(task: Settings, **teacher: str) -> dict[str, Way]:
+    """Return GRPO and distillation; a run of the seed 1001 with ``teacher``'s settings makes the teacher's model."""
+    first = {**task, **teacher, "SEED": "1001", "DATA_SEED": "1001"}
+    unrewarded = {"REWARD_WEIGHT": "0", "EVAL_EVERY": "2"}
+    one = unrewarded | {"GROUP_SIZE": "1"}
+    by_teacher = {
+        "distillation, 8 x 8": unrewarded,
+        "distillation, 8 x 1": one,
+        "distillation, 8 x 1, whole vocabulary": one | {"TEACHER_JSD_BETA": "1"},
+    }
+    return {
+        "GRPO, 8 x 8": Way({"EVAL_EVERY": "2"}),
+        "GRPO, 2 x 4": Way({"EVAL_EVERY": "2", "BATCH_SIZE": "2", "GROUP_SIZE": "4"}),
+    } | {name: Way(own, begins_with=("jobgroup.yaml", first, "TEACHER_MODEL")) for name, own in by_teacher.items()}
+
+
+FORM = DEMO | env_file(ROOT / "examples/demo-sft-rl.env") | {"MODEL_NAME": DEMO["MODEL_NAME"]}
+EXAMPLES = env_file(ROOT / "examples/demo-sft.env") | {"COMPUTE_TYPE": "float32", "OMP_NUM_THREADS": "1"}
 
 
 def by_component(second: str, weight: str, *, equal: str) -> list[Run]:
-    """Return the runs of parity beside a second reward: their weighted sum, GDPO, and the sum of equal scales.
-
-    Args:
-        second: the second reward.
-        weight: its weight.
-        equal: the weight with which it counts as much as parity, whose weight is 1.
-    """
-    task = TINY | {"REWARD_FN": f"{PARITY}=1,{second}={weight}", "LEARNING_RATE": "2e-3"}
-    variants: dict[str, Settings] = {
+    """Return runs of parity and a second reward: their weighted sum, GDPO, and the sum of equal scales."""
+    weighted = {"REWARD_FN": f"{PARITY}=1,{second}={weight}"}
+    ways: dict[str, Settings] = {
         "weighted sum": {},
         "GDPO": {"ADVANTAGE": "gdpo"},
         "sum of equal weights": {"REWARD_FN": f"{PARITY}=1,{second}={equal}"},
     }
-    train = partial(job_runs.train, columns=(f"reward_part_{PARITY}", f"reward_part_{second}"))
-    name = "two rewards" if second == LARGE else "a percentage"
-    return runs_of(name, task, range(5), {variant: (settings, train) for variant, settings in variants.items()})
+    task = "two rewards" if second == LARGE else "a percentage"
+    return runs(task, at("2e-3") | weighted, range(5), ways)
 
 
-def part_change(results: Results, task: str, variant: str, function: str) -> str:
-    """Return the means of a reward function at the first and at the last step of a variant's runs."""
-    return job_runs.change(_of_variant(results, task, variant), f"reward_part_benchmarks.results.parity:{function}")
-
-
-def part_after(results: Results, task: str, variant: str, function: str) -> str:
-    """Return the mean of a reward function at the last step of a variant's runs."""
-    return job_runs.after(_of_variant(results, task, variant), f"reward_part_benchmarks.results.parity:{function}")
-
-
-def _of_variant(results: Results, task: str, variant: str) -> list[Result]:
-    return [result for result in results if (result.task, result.variant) == (task, variant)]
-
-
-TAUGHT = TINY | {"LEARNING_RATE": "1e-3"}
-UNSEEN = {"SEED": "1001", "DATA_SEED": "1001"}
-"""The seeds of a teacher, which no student has."""
-TEACHER = TINY | UNSEEN | {"LEARNING_RATE": "2e-3", "MAX_STEPS": "60"}
-BY_TEACHER = {"by_tokens": distillation.by_tokens, "teacher_accuracy": distillation.teacher_accuracy}
-
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-QUESTIONS = 240
-"""Questions of a generator, of which 16 steps train on 128."""
-HELD_OUT = 72
-GREEDY_TASK = DEMO_TASK | {"EVAL_SAMPLES": "0", "EVAL_PROMPTS": "52"}
+# --- tasks of one completion and of several turns ---------------------------------------------------------------------
 
 
 def generator(name: str, tokens: int, **parameters: int) -> Settings:
-    """Return the settings of a generator of reasoning-gym, asked level by level in one epoch.
-
-    Args:
-        name: the generator.
-        tokens: MAX_NEW_TOKENS.
-        parameters: replace those of both levels.
-    """
-    return GREEDY_TASK | {
+    """Return the task of a generator of reasoning-gym, asked level by level in one epoch."""
+    return GREEDY | {
         "DATASET": f"reasoning_gym:{name}",
-        "DATASET_CONFIG": json.dumps({"size": QUESTIONS, "levels": [0, 1], name: parameters}),
+        "DATASET_CONFIG": json.dumps({"size": 240, "levels": [0, 1], name: parameters}),
         "DATASET_HELD_OUT": "0.4",
         "PROMPT_STYLE": "few_shot",
         "CURRICULUM": "source",
@@ -224,12 +231,12 @@ def generator(name: str, tokens: int, **parameters: int) -> Settings:
         "MICRO_BATCH_TOKENS": "2048",
         "NUM_EPOCHS": "1",
         "MAX_STEPS": "16",
-        "EVAL_PROMPTS": str(HELD_OUT),
+        "EVAL_PROMPTS": "72",
     }
 
 
 TASKS: dict[str, Settings] = {
-    "addition": GREEDY_TASK,
+    "addition": GREEDY,
     "chain_sum": generator("chain_sum", 12, min_digits=1, max_digits=1),
     "spell_backward": generator("spell_backward", 14),
     "gcd": generator("gcd", 12, min_value=1, max_value=12),
@@ -238,21 +245,20 @@ TASKS: dict[str, Settings] = {
         "countdown", 16, min_numbers=2, max_numbers=2, min_value=1, max_value=9, min_target=2, max_target=18
     ),
 }
-
-FUNCTIONS = GREEDY_TASK | env_file(ROOT / "examples/demo-code.env")
-
-SHARED: Settings = {"COMPUTE_TYPE": "float32", "MIN_WORKERS": "1", "KEEP_MEMORY": "true"}
-PLAYED = ENVIRONMENT_SETTINGS | SHARED | {"ROLLOUT": "environment"}
-NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
-EPISODES: dict[str, tuple[Settings, Train]] = {
-    "tool agent": (AGENT_SETTINGS | SHARED | {"ROLLOUT": "agent"}, train_agent),
-    "guessing game": (PLAYED, train_environment),
-    "Nim against itself": (PLAYED | NIM, train_environment),
+CODE = GREEDY | env_file(ROOT / "examples/demo-code.env")
+AGENT = env_file(ROOT / "examples/demo-agent.env") | EXACT | {"ROLLOUT": "agent"}
+GAME = env_file(ROOT / "examples/demo-environment.env") | EXACT | {"ROLLOUT": "environment"}
+NIM = GAME | {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
+MIX = env_file(ROOT / "examples/demo-mix.env") | EXACT | {"MAX_STEPS": "12"}
+BY_GAME = "jobgroups/environment.yaml"
+SOURCES = {
+    "mix": Way(job_group=BY_GAME),
+    "sums alone": Way({"BATCH_SIZE": "2"}, sources=("sums",)),
+    "largest alone": Way({"BATCH_SIZE": "2"}, sources=("largest",)),
+    "guessing alone": Way({"BATCH_SIZE": "4"}, BY_GAME, sources=("guessing",)),
 }
-
-GSM8K_DIRECTORY = "GSM8K_DIR"
-"""The environment variable that names a directory with train.jsonl and test.jsonl, in place of the hub."""
-GSM8K = DEMO_TASK | {
+"""The mix, and each source alone with its groups of the mix."""
+GSM8K = DEMO | {
     "DATASET": "gsm8k",
     "PROMPT_STYLE": "few_shot",
     "REWARD_FN": "math=1,format=0.2",
@@ -264,131 +270,77 @@ GSM8K = DEMO_TASK | {
     "EVAL_PROMPTS": "100",
 }
 
+# --- speed ------------------------------------------------------------------------------------------------------------
 
-def train_gsm8k(run: Run) -> Result:
-    """Run the job group on the hub's GSM8K, or on the files of GSM8K_DIR.
-
-    Raises:
-        ConfigurationError: GSM8K_DIR lacks a file.
-    """
-    settings = dict(run.settings)
-    if directory := os.environ.get(GSM8K_DIRECTORY):
-        for name, file in (("DATASET", "train.jsonl"), ("DATASET_TEST", "test.jsonl")):
-            path = Path(directory) / file
-            if not path.is_file():
-                raise ConfigurationError(f"{GSM8K_DIRECTORY}: there is no {path}; give a directory with GSM8K's files")
-            settings[name] = str(path.resolve())
-    columns = ("reward_part_format", "reward_part_math", "truncation_rate")
-    result = job_runs.train(replace(run, settings=settings), columns=columns)
-    result.settings = dict(run.settings)
-    return result
-
+UNEVALUATED = {"EVAL_PROMPTS": "0", "EVAL_SAMPLES": "0"}
+BESIDE_TRL: dict[str, Settings] = {"this project": {}, TRL: {}}
+QUICK = DEMO | UNEVALUATED | {"OMP_NUM_THREADS": "", "LEARNING_RATE": "1e-5", "MAX_NEW_TOKENS": "12", "MAX_STEPS": "4"}
+"""A few steps on all cores; an empty variable counts as unset."""
+TRANSPORTS = {
+    f"{size}, {transport}": Way({**model, "PUBLISH_TRANSPORT": transport}, nodes={"rollout-server": 2})
+    for size, model in {"tiny": {"MODEL_NAME": ""}, "135m": {}}.items()
+    for transport in ("disk", "broadcast", "local")
+}
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-NO_EVALUATION: Settings = {"EVAL_PROMPTS": "0", "EVAL_SAMPLES": "0"}
-OFTEN = ", four updates a batch"
-
-PARTS = (
-    Part("equal_ways", runs_of("tiny", TINY, range(5), WAYS), {"staleness": off_policy.staleness}),
-    Part("equal_ways_demo", runs_of("demo", DEMO_TASK, range(3), DEMO_WAYS), {"staleness": off_policy.staleness}),
-    Part("staleness", STALENESS, {"break_even": off_policy.break_even, "multiple": off_policy.multiple}),
-    Part(
-        "replay",
-        [
-            *runs_of("tiny", TINY, range(5), variants(REPLAY | SHORTER)),
-            *runs_of(
-                "tiny, learning rate 2e-3", TINY | {"LEARNING_RATE": "2e-3"}, range(5), variants(REPLAY | SHORTER)
-            ),
-            *runs_of("demo", DEMO_TASK, range(3), variants(REPLAY)),
-        ],
-        {"costs": off_policy.costs},
+EXPERIMENTS: Mapping[str, list[Run]] = {
+    "equal_ways": runs("tiny", TINY, range(5), TINY_WAYS),
+    "equal_ways_demo": runs("demo", DEMO, range(3), DEMO_WAYS),
+    "staleness": [
+        *(run for rate in ("5e-4", "2e-3", "4e-3") for run in runs(f"learning rate {rate}", at(rate), range(5), STALE))
+    ],
+    "replay": [
+        *runs("tiny", TINY, range(5), REPLAY | SHORTER),
+        *runs("tiny, learning rate 2e-3", at("2e-3"), range(5), REPLAY | SHORTER),
+        *runs("demo", DEMO, range(3), REPLAY),
+    ],
+    "rounding": [
+        *runs("clipped", TINY, range(5), ENGINES),
+        *runs("GSPO", {**TINY, "LOSS": "gspo"}, range(5), ENGINES),
+    ],
+    "methods": [
+        *runs("tiny, choice of rates", TINY, range(100, 102), TRIED),
+        *runs("tiny", TINY, range(5), AT_BEST),
+        *runs("tiny, four updates a batch", TINY, range(5), four_updates("1e-3")),
+    ],
+    "methods_demo": [
+        *runs("demo", DEMO, range(3), OF_DEMO),
+        *runs("demo, four updates a batch", DEMO, range(3), four_updates("1e-5")),
+    ],
+    "distillation": runs(
+        "tiny", at("1e-3"), range(5), taught(TINY, LEARNING_RATE="2e-3", MAX_STEPS="60", TEACHER_MODEL="")
     ),
-    Part(
-        "rounding",
-        [
-            *runs_of("clipped", TINY, range(5), variants(ENGINES)),
-            *runs_of("GSPO", TINY | {"LOSS": "gspo"}, range(5), variants(ENGINES)),
-        ],
+    "distillation_demo": runs("demo", DEMO, range(5), taught(DEMO)),
+    "sft_first": runs(
+        "form",
+        FORM,
+        range(5),
+        {"RL alone": {}, "SFT, then RL": Way(begins_with=("jobgroups/sft.yaml", EXAMPLES, "MODEL_NAME"))},
     ),
-    Part(
-        "rounding_demo",
-        [
-            *runs_of("5e-6, 40 steps", DEMO_TASK | {"LEARNING_RATE": "5e-6", "MAX_STEPS": "40"}, range(5), PUBLISHED),
-            *runs_of("1e-6, 100 steps", DEMO_TASK | {"LEARNING_RATE": "1e-6", "MAX_STEPS": "100"}, range(3), PUBLISHED),
-        ],
-    ),
-    Part(
-        "methods",
-        [
-            *methods.choosing(),
-            *runs_of("tiny", TINY, range(5), UNTRAINED | variants(AT_BEST_RATES)),
-            *runs_of("tiny" + OFTEN, TINY, range(5), variants(methods.four_updates(critic_rate="1e-3"))),
-        ],
-        {"choice": methods.choice, "by_tokens": methods.by_tokens},
-    ),
-    Part(
-        "methods_demo",
-        [
-            *runs_of("demo", DEMO_TASK, range(3), UNTRAINED | variants(DEMO_METHODS)),
-            *runs_of("demo" + OFTEN, DEMO_TASK, range(3), variants(methods.four_updates(critic_rate="1e-5"))),
-        ],
-        {"by_tokens": methods.by_tokens},
-    ),
-    Part(
-        "distillation",
-        [
-            *runs_of("tiny", TAUGHT, range(5), distillation.variants(TEACHER) | distillation.baselined(TEACHER)),
-            *runs_of("tiny", TAUGHT, range(5, 10), distillation.baselined(TEACHER)),
-        ],
-        BY_TEACHER,
-    ),
-    Part(
-        "distillation_demo",
-        runs_of("demo", DEMO_TASK, range(5), distillation.variants(DEMO_TASK | UNSEEN)),
-        BY_TEACHER,
-    ),
-    Part("sft_first", runs_of("form", examples.RL_SETTINGS, range(5), examples.variants())),
-    Part("expert_iteration", runs_of("demo", DEMO_TASK, range(5), examples.by_rounds())),
-    Part(
-        "components",
-        [*by_component(LARGE, "0.1", equal="1"), *by_component(PERCENTAGE, "1", equal="0.01")],
-        {"part_change": part_change, "part_after": part_after},
-    ),
-    Part(
-        "tasks",
-        [
-            run
-            for task, settings in TASKS.items()
-            for run in runs_of(task, settings, range(3), variants({"GRPO": {}}, job_runs.train))
-        ],
-    ),
-    Part("code", runs_of("one-line functions", FUNCTIONS, range(3), variants({"GRPO": {}}, job_runs.train))),
-    Part(
-        "episodes",
-        [
-            run
-            for task, (settings, train) in EPISODES.items()
-            for run in runs_of(task, settings, range(3), variants({"GRPO": {}}, train))
-        ],
-        {"below_random": below_random, "random_play": lambda _results: f"{random_play():.2f}"},
-    ),
-    Part(
-        "mix",
-        runs_of(mix.TASK, mix.MIX_SETTINGS | SHARED, range(3), mix.variants()),
-        {"cost": mix.cost, "costs": mix.costs, "tokens": mix.tokens},
-    ),
-    Part(
-        "beside_trl",
-        [
-            run
-            for task, settings in {"tiny": TINY, "demo": DEMO_TASK}.items()
-            for run in runs_of(
-                task, settings | NO_EVALUATION, range(5), {OURS: ({}, in_process.train), TRL: ({}, train_trl)}
-            )
-        ],
-        {"by_clock": by_clock, "seconds_to": seconds_to, "stages": stages},
-    ),
-    Part("gsm8k", runs_of("GSM8K", GSM8K, range(3), variants({"GRPO": {}}, train_gsm8k))),
-)
-"""The parts in the order of the page. The last part needs GSM8K, from the hub or as files."""
+    "components": [*by_component(LARGE, "0.1", equal="1"), *by_component(PERCENTAGE, "1", equal="0.01")],
+    "tasks": [run for task, settings in TASKS.items() for run in runs(task, settings, range(3), {"GRPO": {}})],
+    "code": runs("one-line functions", CODE, range(3), {"GRPO": {}}),
+    "episodes": [
+        *runs("tool agent", AGENT, range(3), {"GRPO": Way(job_group="jobgroups/agent.yaml")}),
+        *runs("guessing game", GAME, range(3), {"GRPO": Way(job_group=BY_GAME)}),
+        *runs("Nim against itself", NIM, range(3), {"GRPO": Way(job_group=BY_GAME)}),
+    ],
+    "mix": runs("mix", MIX, range(3), SOURCES),
+    "beside_trl": [
+        *runs("tiny", TINY | UNEVALUATED, range(5), BESIDE_TRL),
+        *runs("demo", DEMO | UNEVALUATED, range(5), BESIDE_TRL),
+    ],
+    "gsm8k": runs("GSM8K", GSM8K, range(3), {"GRPO": {}}),
+    "step": [
+        *runs("float32", QUICK, range(2), BESIDE_TRL),
+        *runs(
+            "bfloat16",
+            QUICK | dict.fromkeys(("COMPUTE_TYPE", "PUBLISH_TYPE", "ENGINE_DTYPE"), "bfloat16"),
+            range(2),
+            BESIDE_TRL,
+        ),
+    ],
+    "publication": runs("two rollout nodes", QUICK | {"MAX_NEW_TOKENS": "4"}, range(1), TRANSPORTS),
+}
+"""The runs of each experiment, in the order in which they are made."""

@@ -58,7 +58,7 @@ CONFIGS = {
     label: (name, kind(**dict(zip(_DIMENSIONS, sizes, strict=True)), **options))
     for label, (name, kind, sizes, options) in _MODELS.items()
 }
-"""The name and the configuration of published models, by their label in docs/scaling.md."""
+"""The name and the configuration of published models, by their label."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Model:
 
 
 def find_model(model: str) -> Model:
-    """Return a model by its name on the hub, its directory, or its label in docs/scaling.md (such as 8B).
+    """Return a model by its name on the hub, its directory, or its label (such as 8B).
 
     Raises:
         ConfigurationError: there is no such model, or its configuration is not a decoder's.
@@ -100,6 +100,6 @@ def find_model(model: str) -> Model:
 
 @cache
 def config_of(name: str) -> PretrainedConfig:
-    """Return the configuration of a model by its name; the models of docs/scaling.md need no network."""
+    """Return the configuration of a model by its name; the models of CONFIGS need no network."""
     config: PretrainedConfig = dict(CONFIGS.values()).get(name) or AutoConfig.from_pretrained(name)
     return config

@@ -1,6 +1,6 @@
 """The predicted work of a launch's two tiers: the seconds in which engines generate and in which the trainer trains.
 
-They follow from the cards' data sheets and the utilisations of ``ASSUMED``; docs/scaling.md explains them.
+They follow from the cards' data sheets and the utilisations of ``ASSUMED``; docs/guides/larger-model.md explains them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def choose_rollout_nodes(shares: Mapping[int, float], present: int) -> tuple[int
         text = f"{LEAST_BUSY:.0%} cannot be reached, at best {busy(shares[best]):.0%} with {best}"
     elif chosen == present:
         return present, ""
-    return chosen, f"rollout nodes: {text}; with {present}, {_compared(shares[present])} (docs/scaling.md)"
+    return chosen, f"rollout nodes: {text}; with {present}, {_compared(shares[present])} (docs/guides/larger-model.md)"
 
 
 def _compared(share: float) -> str:

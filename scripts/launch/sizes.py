@@ -1,7 +1,4 @@
-"""The sizes of a job group that follow from a model and its nodes, by the functions of the trainer's preflight.
-
-``benchmarks.scaling`` plans with the same functions how many nodes a model needs.
-"""
+"""The sizes of a job group that follow from a model and its nodes, by the functions of the trainer's preflight."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
@@ -14,71 +13,41 @@ from services.core.settings import ADVANCED, Settings
 
 TARGET = ROOT / "docs" / "configuration.md"
 
-INTRODUCTION = """# Configuration
 
-Every component reads environment variables. `grpo run --env NAME=VALUE` and `sky jobs launch jobgroup.yaml --env
-NAME=VALUE` give a variable to every task. Each component reads its variables, and stops with one line if a value is not
-allowed. An empty value counts as unset.
-
-A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts `--env
-BATCHSIZE=8`. First check the same `--env`, `--secret` and `--env-file` with `grpo run --dry-run`, which starts nothing
-and needs no cluster. It refuses a name that no component reads, with the nearest name; a `module:function` that does
-not exist; and a data file that the data-server would refuse. Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...)
-pass. Declare a variable that your code reads, such as a reward function's, under `envs` of its task in the job group's
-file.
-
-Advanced variables, which hardly any run has a reason to change, have separate tables.
-
-This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
-"""
-
-
-def page() -> str:
-    """Return the whole page."""
-    parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
+def tables() -> str:
+    """Return the tables of all components and sections of settings."""
+    parts = ["## All components\n", _table(Settings)]
     for reader in READERS:
         settings = reader.settings_class()
         parts.append(f"## {reader.heading}\n")
         # A class without fields of its own is made of sections.
-        if settings.__annotations__:
-            parts.append(_table(_own_fields(settings)))
-            continue
-        for section in settings.__bases__:
+        for section in [] if settings.__annotations__ else settings.__bases__:
             parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
-            parts.append(_table(_own_fields(section)))
+            parts.append(_table(section))
+        if settings.__annotations__:
+            parts.append(_table(settings))
     return "\n".join(parts)
 
 
-def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
-    return {name: field for name, field in settings.model_fields.items() if name not in Settings.model_fields}
-
-
-def _table(fields: dict[str, FieldInfo]) -> str:
-    """Return the table of fields, and a second one of those whose text ends with ADVANCED."""
-    meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
-    usual, advanced = (
-        [
-            f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
-            for name, field in fields.items()
-            if meanings[name].endswith(ADVANCED) is is_advanced
-        ]
-        for is_advanced in (False, True)
-    )
-    lines = ["| variable | default | meaning |", "|---|---|---|", *usual, ""] if usual else []
-    if advanced:
-        lines += ["Advanced:\n", "| variable | default | meaning |", "|---|---|---|", *advanced, ""]
-    return "\n".join(lines)
-
-
-def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined or field.default is None:
-        return ""
-    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+def _table(settings: type[Settings]) -> str:
+    """Return the table of a class's own fields, and a second one of those whose text ends with ADVANCED."""
+    usual: list[str] = []
+    advanced: list[str] = []
+    for name, field in settings.model_fields.items():
+        if settings is Settings or name not in Settings.model_fields:
+            meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+            shown = f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+            default = "" if field.default in (None, PydanticUndefined) else shown
+            rows = advanced if meaning.endswith(ADVANCED) else usual
+            rows.append(f"| `{name.upper()}` | {default} | {meaning.removesuffix(ADVANCED).rstrip()} |")
+    head = ["| variable | default | meaning |", "|---|---|---|"]
+    lines = [*head, *usual, ""] if usual else []
+    return "\n".join([*lines, "Advanced:\n", *head, *advanced, ""] if advanced else lines)
 
 
 def main(arguments: list[str]) -> int:
     """Write the page, or check that it is up to date with --check; return the exit code."""
-    return write_or_check(TARGET, page(), "scripts.reference.configuration", arguments)
+    return write_or_check(TARGET, tables(), arguments)
 
 
 if __name__ == "__main__":

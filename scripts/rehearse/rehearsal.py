@@ -294,7 +294,7 @@ class Rehearsal:
         rollouts, learning = seconds["generate"] + seconds["score"], seconds["train"] + seconds["publish"]
         step = max(rollouts, learning) if trainer.mode is Mode.ASYNC else rollouts + learning
         phases = ", ".join(f"{phase} {value:.1f} s" for phase, value in seconds.items())
-        self.line("step on GPUs", f"expected {step:.0f} s: {phases} (docs/scaling.md)")
+        self.line("step on GPUs", f"expected {step:.0f} s: {phases} (docs/guides/larger-model.md)")
         hours = step * layout.gpus / 3600
         if steps := trainer.total_steps(len(lengths)) if has_all_rows else trainer.max_steps:
             text = f"expected {duration(steps * step)} for {steps} steps, {steps * hours:.1f} GPU-hours"

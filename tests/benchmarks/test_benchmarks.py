@@ -1,114 +1,117 @@
-"""Tests of the arithmetic of benchmarks, where an error would give a wrong number and no failure."""
+"""The arithmetic of benchmarks, where an error would give a wrong number and no failure, and their experiments."""
 
 from __future__ import annotations
 
-import time
-from argparse import Namespace
+import argparse
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
-from rich.table import Table
 
-from benchmarks import against_trl, asynchronous
-from benchmarks.harness import ROOT, Side, spread
-from benchmarks.job import write_job_group
-from benchmarks.slow_rollouts import slowed
-from benchmarks.training import Work
+from benchmarks import trl_runs
+from benchmarks.job import ROOT, with_gpus
+from benchmarks.results import figures
+from benchmarks.results.__main__ import KEPT, prepared
+from benchmarks.results.experiments import EXPERIMENTS, TINY, TRL, runs
 from local_runner import spec
+from local_runner.checks import READERS
+from services.data_server.settings import DataSettings
+from trainer.config import TrainerSettings
+
+COLUMNS = {"task", "variant", "seed", "settings", "rewards", "tokens", "seconds", "accuracy", "accuracy_error"}
+COLUMNS |= {"prompts", "samples", "processor_seconds", "processor", "figures"}
 
 
-def test_a_spread_is_the_median_with_the_least_and_the_most() -> None:
-    assert spread([3.0, 1.0, 2.5]) == "2.50 (1.00 to 3.00)"
-    assert spread([]) == ""
+def row(variant: str, seed: int, rewards: list[float], accuracy: float | None = None) -> dict[str, Any]:
+    ten = [10] * len(rewards)
+    return {"task": "t", "variant": variant, "seed": seed, "rewards": rewards, "tokens": ten, "seconds": ten} | {
+        "accuracy": accuracy,
+        "processor": "p",
+        "processor_seconds": 3.0,
+        "figures": {"share": 0.5},
+        "prompts": 20,
+    }
 
 
-@pytest.mark.parametrize(
-    ("rewards", "count"),
-    [([1.0, 1.0], None), ([0.0, 1.0, 1.0, 1.0, 1.0], 4), ([0.9, 0.9, 0.9], 3), ([0.8] * 5, None)],
-)
-def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean(rewards: list[float], count: int | None) -> None:
-    assert against_trl.reached(rewards, 0.9) == count
+def test_an_interval_is_students() -> None:
+    assert figures.t_quantile(0.975, 4) == pytest.approx(2.7764, abs=1e-3)
+    mean, low, high = figures.interval([1.0, 2.0, 3.0])
+    assert (mean, low, high) == pytest.approx((2.0, 2 - 2.4841, 2 + 2.4841), abs=1e-3)
 
 
-def never(_round: int) -> dict[str, float]:
-    raise NotImplementedError
+def test_only_runs_of_one_seed_on_one_processor_are_compared() -> None:
+    base = [row("base", seed, [0.1 * seed]) for seed in range(4)]
+    more = [row("more", seed, [0.1 * seed + 0.25]) for seed in range(4)]
+    reward = figures.reward_of(None, None)
+    assert figures.difference(more, base, reward) == "+0.250 (+0.250 to +0.250)"
+    assert figures.difference(base, base, reward) == "identical"
+    more[0]["processor"] = more[1]["processor"] = "another"
+    assert figures.difference(more, base, reward) == ""
 
 
-def first_row(table: Table) -> list[object]:
-    return [next(iter(column.cells)) for column in table.columns]
+def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean() -> None:
+    for rewards, count in (([1.0, 1.0], None), ([0.0, 1.0, 1.0, 1.0], 4), ([0.9, 0.9, 0.9], 3), ([0.8] * 5, None)):
+        assert figures.reached(row("any", 0, rewards), 0.9) == count
 
 
-def test_the_seconds_to_a_reward_end_with_the_step_that_reached_it() -> None:
-    lucky = {"seconds": [9.0, 1.0, 1.0, 2.0, 50.0], "rewards": [0.0, 1.0, 1.0, 1.0, 1.0]}
-    unlucky = {"seconds": [9.0, 1.0], "rewards": [0.0, 0.0]}
-    [table] = against_trl.REWARD.tables(Namespace(reward=0.9), [Side("ours", never, [lucky, unlucky])])
-    assert first_row(table) == ["ours", "1 of 2", "3 (2 to 4)", "12 (10 to 13)", "", "0.60"]
+def test_a_reward_of_tokens_leaves_out_what_was_generated_after_them() -> None:
+    assert figures.reward_of(15, None)(row("any", 0, [0.0, 1.0, 1.0])) == pytest.approx(1 / 3)
+    assert figures.reward_of(None, "share")(row("any", 0, [0.0])) == 0.5
 
 
-def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other() -> None:
-    fast, slow, failed = (
-        {"seconds": [seconds] * 3, "rewards": [reward] * 3} for seconds, reward in ((1.0, 1.0), (5.0, 1.0), (5.0, 0.0))
-    )
-    for ours, theirs, ratios in [
-        (fast, slow, ["0.20", "1.00"]),
-        (fast, failed, ["less than 0.20", ""]),
-        (failed, fast, ["", "1.00"]),
-    ]:
-        sides = [Side("ours", never, [ours]), Side("TRL", never, [theirs])]
-        [table] = against_trl.REWARD.tables(Namespace(reward=0.9), sides)
-        assert list(table.columns[4].cells) == ratios
+def test_a_table_has_a_line_for_each_variant_without_empty_columns() -> None:
+    rows = {
+        name: [row(name, seed, [shift, 0.5 + shift]) for seed in range(3)] for name, shift in (("a", 0), ("b", 0.5))
+    }
+    args = argparse.Namespace(tokens=None, figure=None, reached=0.9, columns=["share"])
+    head, _, first, second = figures.table(rows, "a", args).splitlines()
+    assert "accuracy" not in head
+    assert "reward minus a's" in head
+    assert first.startswith("| a | 3 | 0.250 (0.250 to 0.250) |  | 0 of 3 |")
+    assert "| +0.500 (+0.500 to +0.500) | 0 of 3 | 0.50 (0.50 to 0.50) | 20 | 3 |" in second
 
 
-def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
-    step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
-    found = asynchronous.round_of([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
-    assert (found["seconds a group"], found["waits"]) == (3.0, 1.5)
+@pytest.mark.parametrize("file", sorted(KEPT.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_rows_have_their_columns(file: Path) -> None:
+    rows = [orjson.loads(line) for line in file.read_bytes().splitlines()]
+    assert all(row.keys() == COLUMNS for row in rows)
+    assert len({(row["task"], row["variant"], row["seed"]) for row in rows}) == len(rows)
 
 
-def test_only_the_last_slowdown_meets_every_bound_of_staleness() -> None:
-    assert asynchronous.cases_of([1.0, 4.0], [1, 2, 4]) == [
-        (1.0, None),
-        (1.0, 2),
-        (4.0, None),
-        (4.0, 1),
-        (4.0, 2),
-        (4.0, 4),
-    ]
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_settings_of_an_experiment_exist(name: str) -> None:
+    known = {field.upper() for reader in READERS for field in reader.settings_class().model_fields}
+    known |= {"CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "OMP_NUM_THREADS"}
+    made = EXPERIMENTS[name]
+    assert len({(run.task, run.variant, run.seed) for run in made}) == len(made)
+    for run in made:
+        assert run.settings.keys() <= known
+        tasks = {task.name for task in spec.load(ROOT / run.way.job_group).tasks}
+        assert run.way.nodes.keys() <= tasks
+        if run.variant != TRL and run.seed == made[0].seed:
+            lowered = {key.lower(): value for key, value in run.settings.items() if value}
+            TrainerSettings.load(**{"teacher_model": "t"} | lowered if run.way.begins_with else lowered)
 
 
-def test_slowed_work_takes_as_many_times_as_long() -> None:
-    slow = slowed(lambda: time.sleep(0.02), 4)
-    began = time.perf_counter()
-    slow()
-    # Never less; how much more is the machine's.
-    assert time.perf_counter() - began >= 0.08
+def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:
+    prompts = []
+    for run in runs("tiny", TINY | {"MAX_STEPS": "2"}, range(2), {TRL: {}}):
+        (tmp_path / str(run.seed)).mkdir()
+        with prepared(run, tmp_path / str(run.seed)) as variables:
+            lowered = {name.lower(): value for name, value in variables.items()}
+        settings = TrainerSettings.load(**lowered)
+        trl_runs.write_questions(DataSettings.load(**lowered), settings, tmp_path / "questions.jsonl")
+        lines = (tmp_path / "questions.jsonl").read_bytes().splitlines()
+        prompts.append([orjson.loads(line)["prompt"] for line in lines])
+    assert [len(one) for one in prompts] == [2 * settings.batch_size] * 2
+    assert len(set(prompts[0])) == len(prompts[0])
+    assert prompts[0] != prompts[1]
+    assert trl_runs.options(settings)["adam_beta2"] == settings.adam_beta2
 
 
-@pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroups/async.yaml"])
-def test_a_job_group_with_another_command_differs_in_it_alone(job_group: str, tmp_path: Path) -> None:
-    usual = spec.load(ROOT / job_group)
-    changed = spec.load(write_job_group(tmp_path, job_group, {"rollout-server": "true"}))
-    different = [(task, other) for task, other in zip(usual.tasks, changed.tasks, strict=True) if task != other]
-    assert [(task.name, other.run) for task, other in different] == [("rollout-server", "true")]
-
-
-def test_a_job_group_of_some_tasks_ends_with_its_first(tmp_path: Path) -> None:
-    path = write_job_group(tmp_path, "jobgroup.yaml", {}, only=["rollout-server", "ppo-trainer"])
-    assert [(task.name, task.is_primary) for task in spec.load(path).tasks] == [
-        ("ppo-trainer", True),
-        ("rollout-server", False),
-    ]
-
-
-def test_prompts_that_are_not_shared_are_the_same_work_in_more_groups() -> None:
-    shared, apart = Work("", prompts=3, group_size=4), Work("", prompts=3, group_size=4, shares_prompts=False)
-
-    def sequences(work: Work) -> list[tuple[list[int], list[int], float]]:
-        return [
-            (list(group.prompt_ids), list(sequence.completion_ids), tuple(sequence.advantages))
-            for group in work.groups(100, seed=0)
-            for sequence in group.sequences
-        ]
-
-    assert sequences(shared) == sequences(apart)
-    assert len(apart.groups(100, seed=0)) == 12
+def test_a_job_group_gets_the_gpus_that_a_run_has(tmp_path: Path) -> None:
+    path = with_gpus(tmp_path, "jobgroup.yaml", {"rollout-server": 4, "ppo-trainer": 0})
+    assert {task.name: task.gpus_per_node for task in spec.load(Path(path)).tasks if task.gpus_per_node} == {
+        "rollout-server": 4
+    }

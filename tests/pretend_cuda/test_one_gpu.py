@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partialmethod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
-from benchmarks.scaling.one_gpu import LABELS, PRESET
 from local_runner.spec import env_file
 from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import (
@@ -38,6 +38,9 @@ from trainer.rank_calls import RankCalls
 pytestmark = pytest.mark.cuda
 
 SEQUENCE = 1024
+PRESET = Path(__file__).parents[2] / "examples/one-gpu.env"
+LABELS = ("0.5B", "1.5B")
+"""The models of docs/guides/one-gpu.md."""
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,23 @@ import pytest
 from fastapi.testclient import TestClient
 from transformers import Qwen2Config, Qwen3Config
 
-from benchmarks.results.in_process import InProcess
-from benchmarks.results.runs import Result
 from local_runner import spec
 from recipes.reverse_text import likeness
+from services.data_server.batches import Batches
+from services.data_server.settings import DataSettings
+from services.protocol.groups import Group, TokenSequence
+from services.protocol.prompts import Cursor, Prompt, Split
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
 from tests.scripts.test_launch import launch
+from tests.sequences import trained_sequence
 from tests.skypilot_facts import ROOT
 from tests.waiting import wait_until
+from trainer.config import TrainerSettings
+from trainer.config.objective import Objective
+from trainer.model.critic import CriticLearner
+from trainer.model.learner import Learner
+from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 
 RECIPES = {file.stem: file for file in sorted((ROOT / "recipes").glob("*.env"))}
@@ -89,29 +97,41 @@ def test_a_step_with_the_tiny_model(name: str, tiny_model: Path, tmp_path: Path)
         file.write_text("".join(json.dumps(kinds[recipe["DATASET"]](n)) + "\n" for n in numbers))
     small = {"DATASET": str(rows), "DATASET_TEST": str(held_out), "MODEL_NAME": str(tiny_model), "MAX_STEPS": "1"}
     settings = recipe | small | {"BATCH_SIZE": "4", "MAX_NEW_TOKENS": "8", "COMPUTE_TYPE": "float32"}
-    seen: list[tuple[str, str]] = []
+    lowered = {name.lower(): value for name, value in settings.items()}
+    chosen = TrainerSettings.load(**lowered)
+    prompts, _ = Batches.load(DataSettings.load(**lowered)).batch(Split.TRAIN, Cursor(), chosen.batch_size)
+    truths = {prompt["ground_truth"] for prompt in prompts}
+    assert truths <= ({str(n + 2) for n in range(9)} | {f"{n} - 2 = {n - 2}" for n in range(9)}), truths
 
     with TestClient(create_app(RewardSettings.load(reward_fn=recipe["REWARD_FN"], reward_workers=1))) as server:
         wait_until(lambda: server.get("/health").is_success, "the reward-server is up", every=0.05)
 
-        def reward(prompt: str, text: str, truth: str) -> float:
-            """Score by the reward-server; the fixed part gives every group an advantage."""
-            seen.append((prompt, truth))
-            item = {"prompt": prompt, "response": text, "ground_truth": truth}
+        def answer(prompt: dict[str, Any], place: int) -> TokenSequence:
+            """Return a made-up completion, scored by the reward-server; half a point makes the group differ."""
+            item = {"prompt": prompt["prompt"], "response": f"It is {place}.", "ground_truth": prompt["ground_truth"]}
             result = server.post("/reward", json=item).json()
             assert result["status"] == "scored", result
-            return float(result["reward"]) + len(seen) % 2
+            ids = [3 + (place + n) % 5 for n in range(4)]
+            return trained_sequence(ids, [-1.0] * len(ids), reward=result["reward"] + place % 2 / 2)
 
-        with join_ranks() as ranks:
-            run = InProcess(settings, reward, ranks)
-            before = [p.detach().clone() for p in run.policy.parameters() if p.requires_grad]
-            run.train(result := Result("recipe", name, 0, settings))
-            after = [p.detach() for p in run.policy.parameters() if p.requires_grad]
-    assert len(result.rewards) == 1
-    assert len(seen) == 4 * int(recipe["GROUP_SIZE"])
+        groups = [
+            Group(
+                group_id=str(n),
+                prompt=Prompt.model_validate(prompt),
+                sequences=[answer(prompt, place) for place in range(chosen.group_size)],
+            )
+            for n, prompt in enumerate(prompts)
+        ]
+    with join_ranks() as ranks:
+        learner = Learner(chosen, load_policy(chosen, ranks), ranks, reference=None, total_steps=1)
+        before = [p.detach().clone() for p in learner.policy.parameters() if p.requires_grad]
+        objective = Objective(chosen)
+        training = [objective.training_group(group) for group in groups]
+        critic = CriticLearner(learner) if chosen.has_critic else None
+        values = None if critic is None else critic.values(training)
+        learner.update(objective.with_advantages(training, None, values), 0)
+        after = [p.detach() for p in learner.policy.parameters() if p.requires_grad]
     assert any((a != b).any() for a, b in zip(before, after, strict=True))
-    truths = {truth for _, truth in seen}
-    assert truths <= ({str(n + 2) for n in range(9)} | {f"{n} - 2 = {n - 2}" for n in range(9)}), truths
 
 
 def test_the_likeness_of_reversed_text() -> None:

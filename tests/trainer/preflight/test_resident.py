@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import models
-from benchmarks.training import Work, run
+from benchmarks.job import ROOT
+from benchmarks.update import PRETRAINED, Work, run
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 from trainer.preflight.shape import ModelShape
@@ -14,11 +14,12 @@ from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed, work_of
 
 @pytest.mark.slow
 def test_a_trainer_of_135_million_parameters_takes_the_memory_that_the_preflight_says() -> None:
-    if not models.PRETRAINED.is_dir():
-        pytest.skip(f"needs {models.PRETRAINED}, which `make demo` makes")
+    model = ROOT / PRETRAINED
+    if not model.is_dir():
+        pytest.skip(f"needs {PRETRAINED}, which `make demo` makes")
     tokens = 32
-    (measured,) = run(Work(str(models.PRETRAINED), 1, 8, 100, tokens, rounds=1), 1, 1)
-    settings = TrainerSettings.load(model_name=str(models.PRETRAINED), micro_batch_tokens=100 + 8 * (tokens - 1))
+    (measured,) = run(Work(str(model), 1, 8, 100, tokens, rounds=1), 1, 1)
+    settings = TrainerSettings.load(model_name=str(model), micro_batch_tokens=100 + 8 * (tokens - 1))
     shape = ModelShape.of(load_config(settings))
     work = work_of(settings, shape, memory=0, nodes=1, ranks_per_node=1, compute_bytes=4)
     exact = {**vars(work), "tokens": 100 + 8 * (tokens - 1)}
