@@ -305,7 +305,7 @@ def _chosen(policy: str | None, names: Sequence[str], where: str) -> str:
 
 
 class HeadStats(BaseModel):
-    """What this command reads of a head's GET /stats."""
+    """The part of a head's GET /stats that this command reads."""
 
     service: Literal["evaluation-head"]
     policies: list[dict[str, Any]]
