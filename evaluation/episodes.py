@@ -129,12 +129,18 @@ async def _local(environment: str | None) -> AsyncIterator[OpenArena]:
 class Servers(EnvironmentClient):
     """Environment servers; see Arena."""
 
+    def __init__(self, servers: Sequence[Endpoint], token: str | None) -> None:
+        super().__init__(servers, token)
+        # One worker begins after the other, so that the second sees the first one's episodes and takes another server.
+        self._beginning = asyncio.Lock()
+
     async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[Any]:
         """See Arena. Episodes that are refused together are lost, and can be begun one by one."""
-        try:
-            return [*await super().begin(seeds, split, source)]
-        except RequestRefusedError as error:
-            return [Episode.not_begun(seed, error.detail) for seed in seeds]
+        async with self._beginning:
+            try:
+                return [*await super().begin(seeds, split, source)]
+            except RequestRefusedError as error:
+                return [Episode.not_begun(seed, error.detail) for seed in seeds]
 
 
 @asynccontextmanager

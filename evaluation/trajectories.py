@@ -1,29 +1,40 @@
-"""A run of grpo trajectories: plays the shards that are missing, and writes the table of results.
+"""``grpo trajectories``: episodes of policies, with every step kept.
 
-Policies that play alone get mean returns, policies that play each other get ratings.
+Policies are named as the evaluation head names them, and environments as an environment server does. Each policy plays
+the same seeds; in a game, policies play each other in every order of seats. A killed run continues when the same
+command is repeated. docs/evaluation_head.md describes the columns of the files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
 from evaluation.identity import check_identity, locked_file, sha256_of
 from evaluation.shards import Rows, Shard, lineups_of, read_summary, shards_of
-from services.core.errors import ConfigurationError
+from services.core import logs
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
 from services.core.settings import Settings
+from services.core.tasks import run_until_signal
 from services.evaluation_head.policy import Policy
+from services.http.client import RequestRefusedError
+from services.http.problems import ProblemError
 from services.protocol.evaluation import EnvironmentInfo
 
 MANIFEST = "manifest.json"
@@ -237,3 +248,64 @@ def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     laplacian = np.diag(information.sum(1)) - information
     scale = 400 / np.log(10)
     return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))
+
+
+Policies = Annotated[
+    str,
+    Option(
+        help="name=target with commas between. A target is a .pt2 file, a directory of versions, a rollout server's "
+        "URL, module:function, or head+http://host:8080#name for a policy of a head."
+    ),
+]
+SaveTo = Annotated[Path, Option(help="Directory of the Parquet files. Resumes what is there.")]
+Environment = Annotated[
+    str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1, or the server's own.")
+]
+Server = Annotated[str | None, Option(help="URL of an environment server to play on; default in this process.")]
+Episodes = Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")]
+Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
+ShardEpisodes = Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")]
+AtOnce = Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")]
+
+
+def main(
+    policies: Policies,
+    save_to: SaveTo,
+    environment: Environment = None,
+    server: Server = None,
+    episodes: Episodes = 100,
+    seed: Seed = 0,
+    shard_episodes: ShardEpisodes = 256,
+    at_once: AtOnce = 256,
+) -> None:
+    """Play episodes of policies in an environment and write every step to Parquet files."""
+    logs.configure("generate_trajectories", "warning")
+    options = Options(environment, server, policies, episodes, seed, shard_episodes, at_once, save_to)
+    results: dict[str, Any] = {}
+
+    async def work() -> None:
+        results.update(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)))
+
+    stopped = f"trajectories: stopped by {{}}; the same command continues from {save_to}"
+    try:
+        code = asyncio.run(run_until_signal(work(), stopped))
+    except RequestRefusedError as error:
+        raise ConfigurationError(str(error)) from error
+    except (DependencyLostError, ProblemError) as error:
+        reason = error.detail if isinstance(error, ProblemError) else str(error)
+        raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
+    if code:
+        raise typer.Exit(code)
+    Console().print(_table(results))
+    for episode, reason in list(results["left_out"].items())[:5]:
+        print(f"episode {episode} is left out: {reason}")
+    print(f"{results['episodes']} episodes, {results['steps']} steps in {save_to}; results in {save_to / RESULTS}")
+
+
+def _table(results: dict[str, Any]) -> Table:
+    table = Table(title=results["method"])
+    for place, column in enumerate(results["policies"][0]):
+        table.add_column(column.replace("_", " "), justify="right" if place else "left")
+    for row in results["policies"]:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    return table

@@ -103,12 +103,12 @@ COMMANDS = {
         ),
     ),
     "evaluate-policy": Program(
-        "scripts.evaluate_policy",
+        "evaluation.policy",
         EVALUATION,
         ("grpo evaluate-policy --policies mine=policy.pt2 --episodes 100 --save-to results",),
     ),
     "trajectories": Program(
-        "scripts.generate_trajectories",
+        "evaluation.trajectories",
         EVALUATION,
         ("grpo trajectories --policies mine=policy.pt2 --environment CartPole-v1 --save-to trajectories",),
     ),

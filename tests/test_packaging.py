@@ -37,7 +37,7 @@ ROLES = {
     "rehearse": ("scripts.rehearse.__main__", {"local", "rollout", "trainer"}),
     "chat": ("scripts.chat", {"local", "rollout"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
-    "trajectories": ("scripts.generate_trajectories", {"environment", "head", "local"}),
+    "trajectories": ("evaluation.trajectories", {"environment", "head", "local"}),
     "head": ("services.evaluation_head.__main__", {"head"}),
     "environment": ("services.environment_server.__main__", {"environment"}),
 }

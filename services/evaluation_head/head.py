@@ -169,12 +169,11 @@ class Head:
         server = self.registry.pushing(request)
         for report in request.finished:
             self.registry.finish(server, report, policy.name)
-        states = request.all_states
+        states: Sequence[Any] = request.all_states
+        if array is not None:
+            states = array if policy.takes_arrays else array.tolist()  # type: ignore[assignment]
         try:
-            if array is not None:
-                decisions = await policy.act_on_array(array, logprobs=request.logprobs)
-            else:
-                decisions = await policy.act(states, logprobs=request.logprobs) if states else []
+            decisions = await policy.act(states, logprobs=request.logprobs) if len(states) else []
         except OverloadedError:
             self.meter.overloaded += 1
             raise

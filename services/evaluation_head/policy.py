@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from services.clients.play import Decision, Episode, NoActionError
 from services.http.problems import ProblemError
-from services.protocol.evaluation import EnvironmentInfo, State
+from services.protocol.evaluation import EnvironmentInfo
 
 MAX_WAITING = 4096
 """States that may wait for one policy: as many as one request may have. More would only wait longer."""
@@ -66,6 +66,8 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
     """A policy under its name. An async context manager from load to end."""
 
     kind: str
+    takes_arrays = False
+    """True if ``act`` also takes states as float32 [count, *shape]."""
 
     def __init__(self, name: str, **about: Any) -> None:
         """Make a policy; ``about`` is shown in its entry of /stats."""
@@ -83,7 +85,7 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
         """Release the policy's resources."""
 
     @abstractmethod
-    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
+    async def act(self, states: Sequence[Any], *, logprobs: bool = False) -> list[Decision]:
         """Return one decision a state, in order; ``logprobs`` asks for log-probabilities that cost extra.
 
         Raises:
@@ -98,10 +100,6 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
 
     def report(self, episode: Episode) -> None:
         """Take note of an episode that has ended."""
-
-    async def act_on_array(self, states: NDArray[np.float32], *, logprobs: bool = False) -> list[Decision]:
-        """Do the same as ``act`` for states [count, *shape]."""
-        return await self.act(states.tolist(), logprobs=logprobs)
 
     async def refresh(self) -> None:
         """Look for a new version and use it. A failure is reported in ``trouble`` and not raised."""

@@ -39,7 +39,7 @@ from services.core.tasks import in_background
 from services.evaluation_head import checkpoint
 from services.evaluation_head.policy import Policy, PolicyFailedError, StatesRefusedError, check_finite, check_room
 from services.evaluation_head.settings import HeadSettings
-from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, StateSpec
+from services.protocol.evaluation import ActionSpec, EnvironmentInfo, StateSpec
 
 log = get_logger(__name__)
 
@@ -62,6 +62,7 @@ class TorchPolicy(Policy):
     """A policy whose states are numbers and whose actions are an index or numbers."""
 
     kind = "torch"
+    takes_arrays = True
     loaded: checkpoint.Loaded
     """The checkpoint in use."""
 
@@ -90,12 +91,8 @@ class TorchPolicy(Policy):
     async def __aexit__(self, *_: object) -> None:
         await self._batcher.__aexit__()
 
-    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
+    async def act(self, states: Sequence[Any], *, logprobs: bool = False) -> list[Decision]:
         """See Policy. Log-probabilities of indices are always there; numbers have none."""
-        return await self._batcher.submit(self._encode(states))
-
-    async def act_on_array(self, states: NDArray[np.float32], *, logprobs: bool = False) -> list[Decision]:
-        """See Policy."""
         return await self._batcher.submit(self._encode(states))
 
     def misfit(self, environment: EnvironmentInfo) -> str | None:
@@ -147,7 +144,7 @@ class TorchPolicy(Policy):
         loaded = checkpoint.load(source, self._device)
         return replace(loaded, module=pack(loaded.module)) if self._device.type == "cpu" else loaded
 
-    def _encode(self, states: Sequence[State] | NDArray[np.float32]) -> NDArray[np.float32]:
+    def _encode(self, states: Sequence[Any]) -> NDArray[np.float32]:
         """Return states as the module takes them, float32 [count, *shape].
 
         Raises:

@@ -1,4 +1,4 @@
-"""scripts.generate_trajectories: content of the files, resuming after a kill, refusals, games, servers, ratings."""
+"""grpo trajectories: content of the files, resuming after a kill, refusals, games, servers, ratings."""
 
 from __future__ import annotations
 
