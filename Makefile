@@ -137,11 +137,10 @@ bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPU
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m benchmarks services
 
-docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, README's figures of the demo and the figures of docs/scaling.md
+docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, and README's figures of the demo
 	$(RUN) -m scripts.reference.configuration
 	$(RUN) -m scripts.reference.metrics
 	$(RUN) -m scripts.reference.demo
-	$(RUN) -m benchmarks.scaling docs
 
 notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it
 	$(RUN) -m scripts.reference.notebook

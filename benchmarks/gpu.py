@@ -24,9 +24,9 @@ from transformers import AutoConfig
 from benchmarks import harness, models
 from benchmarks.harness import Args, Benchmark, Option, Side
 from benchmarks.job import QUESTIONS, Job, Steps, running, write_job_group
-from benchmarks.scaling.roofline import peak
 from benchmarks.training import Work, run
-from trainer.preflight.shape import ModelShape
+from trainer.capacity.catalogue import CARDS
+from trainer.capacity.shape import ModelShape
 
 PHASES = ("step", "generate", "train", "publish")
 CURVE, OTHER = "broadcast", "disk"
@@ -261,7 +261,8 @@ def measure_update(work: Work, ranks: int) -> dict[str, Any]:
         tokens = work.prompts * (work.prompt_tokens + work.group_size * work.completion_tokens)
         parameters = ModelShape.of(AutoConfig.from_pretrained(work.model)).parameters
         operations = 6 * parameters * tokens / seconds / ranks
-        most = peak(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+        most = next((card.flops for name, card in CARDS.items() if name.split("-")[0] in device), None)
         case |= {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,

@@ -151,18 +151,11 @@ def main(
 
 def _check_and_show(planned: Run, console: Console, *, dry_run: bool, commands: bool) -> None:
     """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions."""
-    nodes.check_gpus(planned)
     loaded = checks.load_all(planned)
-    checks.check_engines(planned, loaded)
-    checks.check_judge(loaded)
-    checks.check_formula(loaded)
-    checks.check_lengths(loaded)
-    checks.check_services(loaded, planned.group)
-    checks.check_own_code(planned, loaded)
-    unchecked = checks.unchecked_models(planned, loaded)
+    *_, unchecked = [part() for part in checks.before_rows(planned, loaded).values()]
     plan = Plan(planned, loaded, is_dry_run=dry_run)
     if dry_run:
-        plan.show(console, unchecked)
+        plan.show(console, unchecked or [])
     if dry_run and commands:
         _show_nodes(console, planned)
     for caution in plan.cautions():

@@ -23,8 +23,8 @@ from services.core.endpoints import Endpoint, node_rank
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.machine import ComputeType, memory_of_run
 from services.core.tasks import in_background
-from services.engines.placement import read_config, weight_bytes
 from services.engines.settings import RolloutSettings
+from services.engines.shape import read_config, weight_bytes
 from services.http.json_body import JsonResponse
 from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response

@@ -17,46 +17,14 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.scheduler import ExternKernelSchedulerNode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tests.pretend_cuda.eager import Kernel
 from tests.pretend_cuda.learner import packed_sequences
-from trainer.algorithm.attention_layout import TILE, tiles
 from trainer.algorithm.packing import ALONE, Context
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
 from trainer.model.attention import TREE_ATTENTION, SharedLayout
 from trainer.model.sharding import GATHERED_EXPERTS, compile_layers
-
-PRODUCTS = {False: 2, True: 7}
-"""Products of a tile in attention's forward and backward kernels; the backward kernel computes scores and their
-gradients twice, once for the queries' gradients and once for those of keys and values."""
-
-
-def count_layer(
-    model: PretrainedConfig, tokens: int, sequence: int, checkpointing: Checkpointing = False
-) -> tuple[list[Kernel], list[Kernel]]:
-    """Return the kernels, forward and backward, of a model's layer for tokens in sequences of a length, in bfloat16.
-
-    With ``selective`` as ``checkpointing`` the backward pass computes a part of the forward pass again.
-    """
-    layout: Any = packed_sequences(tokens, sequence).layout
-    n_tiles = sum(int(seen.sum()) for seen in tiles(layout.ends.long()))
-    heads = model.num_attention_heads
-    product = 2 * TILE * TILE * _head_size(model) * heads * n_tiles
-    counted: dict[bool, list[Kernel]] = {}
-
-    def record(graph: GraphLowering) -> None:
-        graph.init_wrapper_code()
-        graph._update_scheduler()
-        counted[graph.is_backward] = [kernel for node in graph.scheduler.nodes if (kernel := _kernel(node, product))]
-        raise _CountedError
-
-    with _compiled_layer(model, layout, record, checkpointing) as (_, compiled, arguments):
-        states = compiled(*arguments)
-        states.backward(torch.empty_like(states))
-    return counted[False], counted[True]
 
 
 def kept_bytes(
@@ -197,19 +165,6 @@ def _without_kernels(graph: torch.fx.GraphModule, inputs: Sequence[Any], **optio
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _kernel(node: Any, product: float) -> Kernel | None:
-    """Return what a kernel reads, writes and computes; ``product`` is the operations of one product in attention."""
-    moved = node.get_read_write_buffers_sizes()
-    if not moved:
-        return None
-    if node.is_template():
-        is_backward = any("backward" in str(origin.target) for origin in node.node.origins)
-        return Kernel("attention", PRODUCTS[is_backward] * product, moved)
-    if isinstance(node, ExternKernelSchedulerNode):
-        return Kernel("product", float(node.estimate_flops() or 0), moved)
-    return Kernel("fused", 0.0, moved)
 
 
 def moved_by(function: Callable[..., Any], *arguments: Any) -> list[int]:

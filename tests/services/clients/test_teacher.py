@@ -33,7 +33,7 @@ from trainer.checkpoints.admission import TeacherPrint
 from trainer.config import TrainerSettings
 from trainer.model.ranks import join_ranks
 from trainer.model.teachers import check_endpoints
-from trainer.preflight.__main__ import unreachable_teachers
+from trainer.capacity.__main__ import unreachable_teachers
 from trainer.rollouts.groups import Answers, Completions, GroupMaker
 
 T = TypeVar("T")

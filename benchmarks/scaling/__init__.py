@@ -1,1 +1,0 @@
-"""Predictions: how long a step takes, where its seconds go, and how many nodes a model needs."""
