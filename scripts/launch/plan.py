@@ -14,14 +14,14 @@ import yaml
 from local_runner import checks, nodes, spec
 from local_runner.nodes import Run
 from scripts.launch import job_group_text
-from scripts.launch.sizes import Tier, balanced_nodes, derive, parse_gpus
+from scripts.launch.sizes import Tier, balanced, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.capacity.catalogue import find_model
-from trainer.config import Rollout, TrainerSettings
+from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 VOLUME = ROOT / "jobgroups" / "volume.yaml"
@@ -84,8 +84,8 @@ def plan_of(
         chosen: the settings that go with the file, such as MODE.
         secrets: values of the job group's secrets.
         image: the images of `make image`.
-        preset: the settings that those of the options replace; with them go one trainer node, and as many rollout nodes
-            as keep both tiers busy. None: the file's.
+        preset: the settings that ``options`` replace; with them go one trainer node, and as many rollout nodes as keep
+            both tiers busy. None: the file's.
 
     Raises:
         ConfigurationError: the settings are not valid together, or the GPUs are too small for the model.
@@ -99,11 +99,8 @@ def plan_of(
     loaded = _loaded(group, settings | chosen | secrets)
     trainer, rollout = _settings(loaded, group, options)
     sizes, reason = derive(trainer, rollout, model, tiers), ""
-    answers_alone = all(one.rollout is Rollout.COMPLETION for one in trainer.by_source().values())
-    is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
-    if is_open and answers_alone and Task.ROLLOUT_SERVER in tiers:
-        count, reason = balanced_nodes(trainer, rollout, model, tiers, sizes.work)
-        tiers[Task.ROLLOUT_SERVER] = replace(tiers[Task.ROLLOUT_SERVER], nodes=count)
+    if preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options):
+        tiers, reason = balanced(trainer, rollout, model, tiers, sizes.work)
         sizes = derive(trainer, rollout, model, tiers)
     changes = sizes.changes | variables_of(group, sizes.derived | settings | chosen) | _images(group, image)
     of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
@@ -160,14 +157,7 @@ def group_of(
         ConfigurationError: the options do not go together.
     """
     if colocate or is_colocated(options):
-        if size.rollout_nodes or size.rollout_gpus or asynchronous or agent or environment:
-            raise ConfigurationError(
-                "--colocate cannot go with --rollout-nodes and --rollout-gpus, which it does not have, with --async, "
-                "because engines sleep while the trainer trains, nor with --agent and --environment, whose services "
-                "jobgroups/colocated.yaml does not have; leave one out"
-            )
-        shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
-        return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
+        return _colocated_group(options, size, has_others=bool(asynchronous or agent or environment))
     if options.get("PUBLISH_TRANSPORT") == "local":
         raise ConfigurationError(
             "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
@@ -188,6 +178,17 @@ def group_of(
     if environment:
         return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
     return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
+
+
+def _colocated_group(options: Mapping[str, str], size: Size, *, has_others: bool) -> tuple[Path, dict[str, str]]:
+    """Return the file of engines on the trainer's GPUs, and the transport that several nodes and adapters need."""
+    if has_others or size.rollout_nodes or size.rollout_gpus:
+        raise ConfigurationError(
+            "--colocate has no rollout nodes for --rollout-nodes and --rollout-gpus, no services for --agent and "
+            "--environment, and engines that sleep while the trainer trains, so not --async; leave one out"
+        )
+    shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
+    return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
 
 
 def _ways(options: Mapping[str, str]) -> set[str]:

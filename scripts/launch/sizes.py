@@ -28,7 +28,7 @@ from trainer.capacity.seconds import (
 )
 from trainer.capacity.shape import ModelShape
 from trainer.capacity.work import PROMPT_TOKENS
-from trainer.config import TrainerSettings, Transport
+from trainer.config import Rollout, TrainerSettings, Transport
 
 LEAST_SEQUENCES = 16
 """Completions that an engine must be able to hold at the same time."""
@@ -122,50 +122,64 @@ def derive(
             "or give more --rollout-nodes"
         )
     derived = {"MIN_WORKERS": max(1, engines // 2)}  # a run continues with half of its workers
-    engine_bytes = {
-        gpus: split.engines * shape.parameters * WEIGHT_BYTES + gpus.count * PROCESS_BYTES
-        for gpus, split in splits.items()
-    }
-    cpus = max(_engine_cpus(gpus.count, split.engines) for gpus, split in splits.items())
     least = PROMPT_TOKENS + settings.longest_answer
     works, memory, volume, tokens = [], 0, 0, sys.maxsize
     for gpus in trainer.choices:
         beside = None
         if is_colocated:
             beside = EngineBeside(splits[gpus].tensor_parallel, rollout_settings.engine_max_total_tokens or least)
+            share = settings.batch_size * settings.largest_group / (trainer.nodes * splits[gpus].engines)
+            tokens = min(tokens, math.ceil(share) * least)
         work, limits = _trainer_work(settings, shape, trainer.nodes, gpus, beside)
+        tokens = min(tokens, engine_tokens(shape, work, limits)) if beside else tokens
         need = needed(shape, work)
-        memory = max(memory, need.total("host") + need.total("shm") + (engine_bytes[gpus] if is_colocated else 0))
+        engine_bytes = _engine_bytes(shape, gpus, splits[gpus]) if is_colocated else 0
+        memory = max(memory, need.total("host") + need.total("shm") + engine_bytes)
         volume = max(volume, need.total("volume"))
         works.append(work)
-        if is_colocated:
-            share = settings.batch_size * settings.largest_group / (trainer.nodes * splits[gpus].engines)
-            tokens = min(tokens, engine_tokens(shape, work, limits), math.ceil(share) * least)
     if is_colocated:
         derived["ENGINE_MAX_TOTAL_TOKENS"] = max(tokens // 1024 * 1024, least)
-    changes = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
-    changes |= {(task, "resources.accelerators"): f"[{', '.join(map(str, t.choices))}]" for task, t in tiers.items()}
-    if is_colocated:
-        changes[Task.TRAINER, "resources.cpus"] = f"{cpus + 8}+"
-    else:
-        changes[Task.ROLLOUT_SERVER, "resources.cpus"] = f"{cpus}+"
-        changes[Task.ROLLOUT_SERVER, "resources.memory"] = f"{_gigabytes(32, max(engine_bytes.values()))}+"
-    changes[Task.TRAINER, "resources.memory"] = f"{_gigabytes(96 if is_colocated else 64, memory)}+"
+    changes = _resources(shape, tiers, splits, memory)
     # In hundreds, with a fifth for what else is on the volume.
     hundreds = max(2, math.ceil(volume * 1.2 / GIB / 100))
     return Sizes(changes, 100 * hundreds, {name: str(value) for name, value in derived.items()}, works[0])
 
 
-def balanced_nodes(
+def _resources(
+    shape: ModelShape, tiers: Mapping[str, Tier], splits: Mapping[Gpus, Split], memory: int
+) -> dict[tuple[str, str], str]:
+    """Return the nodes, GPUs, CPUs and gigabytes of the tiers, by task and key; ``memory`` is of a trainer node."""
+    is_colocated = Task.ROLLOUT_SERVER not in tiers
+    changes = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
+    changes |= {(task, "resources.accelerators"): f"[{', '.join(map(str, t.choices))}]" for task, t in tiers.items()}
+    changes[Task.TRAINER, "resources.memory"] = f"{_gigabytes(96 if is_colocated else 64, memory)}+"
+    # SGLang has a scheduler for each GPU, and for each engine an HTTP server with the tokenizer, and a detokenizer. The
+    # launcher and the router take one each, and the trainer eight.
+    cpus = max(math.ceil((gpus.count + 2 * split.engines + 2) / 8) * 8 for gpus, split in splits.items())
+    changes[Task.TRAINER if is_colocated else Task.ROLLOUT_SERVER, "resources.cpus"] = f"{cpus + 8 * is_colocated}+"
+    if not is_colocated:
+        most = max(_engine_bytes(shape, gpus, split) for gpus, split in splits.items())
+        changes[Task.ROLLOUT_SERVER, "resources.memory"] = f"{_gigabytes(32, most)}+"
+    return changes
+
+
+def _engine_bytes(shape: ModelShape, gpus: Gpus, split: Split) -> int:
+    """Return the host memory of a node's engines: each may hold a copy of the weights while it loads a version."""
+    return split.engines * shape.parameters * WEIGHT_BYTES + gpus.count * PROCESS_BYTES
+
+
+def balanced(
     settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, tiers: Mapping[str, Tier], work: Work
-) -> tuple[int, str]:
-    """Return the number of rollout nodes that keeps both tiers busy, with the reason to print if it is another one.
+) -> tuple[dict[str, Tier], str]:
+    """Return the tiers with a number of rollout nodes that keeps both busy, and the reason if it is another one.
 
     It is the number nearest to the present one with which each tier has LEAST_BUSY of the other's work, or the present
     one if there is none. The time that agents and environments take is unknown, so it stays with them, too.
     """
-    batch, present = Batch.of(settings), tiers[Task.ROLLOUT_SERVER].nodes
-    gpus, card = tiers[Task.ROLLOUT_SERVER].choices[0], tiers[Task.TRAINER].choices[0].card
+    is_known = all(own.rollout is Rollout.COMPLETION for own in settings.by_source().values())
+    if not is_known or (rollout := tiers.get(Task.ROLLOUT_SERVER)) is None:
+        return dict(tiers), ""
+    batch, gpus, card = Batch.of(settings), rollout.choices[0], tiers[Task.TRAINER].choices[0].card
     engines = split_of(rollout_settings, model, gpus).engines
     by_volume, busy = settings.publish_transport is Transport.DISK, {}
     for nodes in range(1, MOST_NODES + 1):
@@ -175,13 +189,12 @@ def balanced_nodes(
         generates = generate_seconds(model.shape, batch, gpus.card, gpus.count // engines, nodes * engines)
         busy[nodes] = min(learns, generates) / max(learns, generates)
     enough = [n for n, share in busy.items() if share >= LEAST_BUSY and n * engines >= settings.min_workers]
-    chosen = min(enough, key=lambda nodes: abs(nodes - present), default=present)
-    if chosen == present:
-        return present, ""
-    return chosen, (
-        f"rollout nodes: {chosen} instead of {present}, so that the less busy tier has {busy[chosen]:.0%} of the "
-        f"other's work instead of {busy[present]:.0%} (docs/scaling.md)"
+    chosen = min(enough, key=lambda nodes: abs(nodes - rollout.nodes), default=rollout.nodes)
+    reason = (
+        f"rollout nodes: {chosen} instead of {rollout.nodes}, so that the less busy tier has {busy[chosen]:.0%} of the "
+        f"other's work instead of {busy[rollout.nodes]:.0%} (docs/scaling.md)"
     )
+    return {**tiers, Task.ROLLOUT_SERVER: replace(rollout, nodes=chosen)}, reason * (chosen != rollout.nodes)
 
 
 def split_of(settings: RolloutSettings, model: Model, gpus: Gpus) -> Split:
@@ -218,15 +231,6 @@ def _check_engines(settings: TrainerSettings, model: Model, rollout: Tier) -> No
                 f"node has {gpus.count * gpus.card.memory / 1e9:.0f} GB; lower MAX_NEW_TOKENS, or give --rollout-gpus "
                 "with more or larger cards"
             )
-
-
-def _engine_cpus(gpus: int, engines: int) -> int:
-    """Return the CPUs for the engines of a node, in eights: one for each busy process.
-
-    SGLang has a scheduler for each GPU, and for each engine an HTTP server with the tokenizer, and a detokenizer. The
-    launcher and the router take one each.
-    """
-    return math.ceil((gpus + 2 * engines + 2) / 8) * 8
 
 
 def _gigabytes(least: int, needed: float) -> int:
