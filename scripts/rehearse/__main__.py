@@ -35,8 +35,7 @@ def main(
 ) -> None:
     """Try a launch here before renting GPUs: its data, template, rewards and agents, with a stand-in for the model."""
     from scripts.launch.plan import Size, group_of
-    from scripts.rehearse import stand_in
-    from scripts.rehearse.rehearsal import Rehearsal
+    from scripts.rehearse.rehearsal import Rehearsal, make_stand_in
     from trainer.config import TrainerSettings
 
     logs.configure("rehearse", "error")
@@ -51,7 +50,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         folder = (keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        small = stand_in.make(target, folder / "stand-in")
+        small = make_stand_in(target, folder / "stand-in")
         rehearsal = Rehearsal(file, options | chosen, [*secrets], target, small, folder)
         rehearsal.check(right)
         if steps:

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
 
 from local_runner import checks, directory, nodes, processes, spec
 from local_runner.fork import in_this_python
 from local_runner.plan import Plan
 from local_runner.run import read_group
 from local_runner.summary import Launch
-from scripts.rehearse.stand_in import StandIn
 from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, first_line
 from services.core.files import read_records, remove_directory
+from services.core.models import small_files
 from services.data_server.settings import PromptStyle
 from services.embedded_engine.compute.loading import end_token_ids
+from services.embedded_engine.compute.weights import Architecture, WeightsError
 from services.http.problems import ProblemError
+from toys.models import random_model
+from trainer.capacity.shape import ModelShape
 from trainer.config import TrainerSettings
 from trainer.rollouts.groups import OWN_REASONS
 
+MOST_PARAMETERS = 135_000_000
+"""A model of this size or less stands in for itself, if its weights are here."""
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+"""The sizes of a mixture of experts."""
+LAYERS = 2
 ON_PROCESSORS = {
     "CUDA_VISIBLE_DEVICES": "",
     "ROLLOUT_ENGINE": "embedded",
@@ -44,6 +61,53 @@ MOST_SIZES = {"group_size": 4, "eval_prompts": 2, "max_new_tokens": 64}
 RUN_ID = "rehearsal"
 _LEFT_OUT = re.compile(r"no completion could be generated prompt_id=(\S+) reason=(['\"])(?P<reason>.*)\2$")
 """The trainer's warning of a prompt whose every answer failed."""
+
+
+class StandIn(NamedTuple):
+    """The directory of a stand-in, the number of its parameters, and whose weights it has."""
+
+    directory: Path
+    parameters: int
+    weights: str
+
+
+def make_stand_in(model: str, directory: Path) -> StandIn:
+    """Write the stand-in of a model on the hub, or in a directory, to ``directory``, in place of an earlier one.
+
+    The architecture, the vocabulary, the special tokens, the templates, the generation settings and the context are the
+    model's. No weights of the model are read or downloaded.
+
+    Raises:
+        ConfigurationError: the model's configuration cannot be loaded, or the embedded engine does not compute models
+            of its type. Or the model is in ``directory``.
+    """
+    source = small_files(model)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+        parameters = ModelShape.of(config).parameters
+        Architecture.of(config)
+    except (OSError, ValueError, AttributeError, WeightsError) as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: the embedded engine cannot compute it ({first_line(error)}); rehearse another model"
+        ) from error
+    if parameters <= MOST_PARAMETERS and any(source.glob("*.safetensors")):
+        return StandIn(source.resolve(), parameters, "its own weights")
+    if source.resolve() == directory.resolve():
+        raise ConfigurationError(f"MODEL_NAME={model} is where --keep writes the stand-in; give another --keep")
+    sizes = SIZES | {name: size for name, size in EXPERTS.items() if hasattr(config, name)}
+    sizes |= {"layer_types": config.layer_types[:LAYERS]} if getattr(config, "layer_types", None) else {}
+    for name, value in (sizes | {"num_hidden_layers": LAYERS, "tie_word_embeddings": True, "dtype": "float32"}).items():
+        setattr(config, name, value)
+    remove_directory(directory)
+    disable_progress_bar()
+    small = random_model(config)
+    small.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)  # made of config.json, which has the end tokens
+    for path in source.iterdir():
+        is_read = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
+        if is_read and path.name != "config.json":
+            shutil.copyfile(path, directory / path.name)
+    return StandIn(directory, small.num_parameters(), "random weights")
 
 
 @dataclass
@@ -105,14 +169,12 @@ class Rehearsal:
                 self.sources = len(settings["TrainerSettings"].by_source())
                 for problem in _template_problems(self.small.directory, settings):
                     self.change(problem)
-                with self.refusals():
-                    plan = Plan(run, loaded, is_dry_run=True, right=right)
-                    for problem in plan.reward_problems():
-                        self.change(problem)
-                    for caution in plan.cautions():
-                        if caution not in self.changes:
-                            self.line("note", caution)
-                    plan.check()
+                plan = Plan(run, loaded, is_dry_run=True, right=right)
+                for problem in plan.reward_problems():
+                    self.change(problem)
+                for caution in plan.cautions():
+                    self.line("note", caution)
+                plan.check()
 
     def run(self, steps: int, minutes: float) -> None:
         """Run some steps of the job group on this machine, and add what failed to the changes."""

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scripts.rehearse import stand_in
+from scripts.rehearse import rehearsal
 from scripts.rehearse.__main__ import main
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from services.core.errors import ConfigurationError
@@ -83,9 +83,9 @@ def finds(found: tuple[int, str], *sentences: str) -> None:
 
 def test_a_stand_in_is_small_and_speaks_as_the_model_does(tmp_path: Path) -> None:
     model = target(tmp_path / "model")
-    small = stand_in.make(str(model), tmp_path / "small")
+    small = rehearsal.make_stand_in(str(model), tmp_path / "small")
     assert small.directory == tmp_path / "small"
-    assert small.parameters < stand_in.MOST_PARAMETERS / 100
+    assert small.parameters < rehearsal.MOST_PARAMETERS / 100
     before, after = (load_tokenizer(str(path)) for path in (model, small.directory))
     assert tokenizer_digest(before) == tokenizer_digest(after)
     config = json.loads((small.directory / "config.json").read_text())
@@ -94,7 +94,7 @@ def test_a_stand_in_is_small_and_speaks_as_the_model_does(tmp_path: Path) -> Non
 
 
 def test_a_small_model_stands_in_for_itself(tiny_model: Path, tmp_path: Path) -> None:
-    small = stand_in.make(str(tiny_model), tmp_path / "small")
+    small = rehearsal.make_stand_in(str(tiny_model), tmp_path / "small")
     assert small.directory == tiny_model
     assert not (tmp_path / "small").exists()
 
@@ -104,7 +104,7 @@ def test_a_model_of_a_type_that_the_engine_lacks_is_refused(tmp_path: Path) -> N
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match="MODEL_NAME"):
-        stand_in.make(str(model), tmp_path / "small")
+        rehearsal.make_stand_in(str(model), tmp_path / "small")
 
 
 @pytest.mark.slow
