@@ -18,8 +18,8 @@ from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.settings import RolloutSettings
-from services.engines.shape import SizeFacts, can_split, weight_bytes
 from services.engines.sglang import Embedded, SGLang
+from services.engines.shape import SizeFacts, can_split, weight_bytes
 from services.rollout_server.node_addresses import choose_addresses
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
