@@ -50,10 +50,10 @@ def main(
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         folder = (keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        small = make_stand_in(target, folder / "stand-in")
-        rehearsal = Rehearsal(file, options | chosen, [*secrets], target, small, folder)
+        make_stand_in(target, folder / "stand-in")
+        rehearsal = Rehearsal(file, options | chosen, [*secrets], target, folder / "stand-in", folder)
         rehearsal.check(right)
-        if steps:
+        if steps and not rehearsal.changes:
             rehearsal.run(steps, minutes)
     raise typer.Exit(rehearsal.verdict())
 

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.console import Console
-from rich.text import Text
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,22 +30,21 @@ from services.embedded_engine.compute.loading import end_token_ids
 from services.embedded_engine.compute.weights import Architecture, WeightsError
 from services.http.problems import ProblemError
 from toys.models import random_model
-from trainer.capacity.shape import ModelShape
 from trainer.config import TrainerSettings
 from trainer.rollouts.groups import OWN_REASONS
 
-MOST_PARAMETERS = 135_000_000
-"""A model of this size or less stands in for itself, if its weights are here."""
+LAYERS = 2
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-"""The sizes of a mixture of experts."""
-LAYERS = 2
+"""The sizes of a stand-in, as far as the model has them."""
 ON_PROCESSORS = {
     "CUDA_VISIBLE_DEVICES": "",
     "ROLLOUT_ENGINE": "embedded",
@@ -63,15 +60,7 @@ _LEFT_OUT = re.compile(r"no completion could be generated prompt_id=(\S+) reason
 """The trainer's warning of a prompt whose every answer failed."""
 
 
-class StandIn(NamedTuple):
-    """The directory of a stand-in, the number of its parameters, and whose weights it has."""
-
-    directory: Path
-    parameters: int
-    weights: str
-
-
-def make_stand_in(model: str, directory: Path) -> StandIn:
+def make_stand_in(model: str, directory: Path) -> None:
     """Write the stand-in of a model on the hub, or in a directory, to ``directory``, in place of an earlier one.
 
     The architecture, the vocabulary, the special tokens, the templates, the generation settings and the context are the
@@ -84,30 +73,25 @@ def make_stand_in(model: str, directory: Path) -> StandIn:
     source = small_files(model)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        parameters = ModelShape.of(config).parameters
         Architecture.of(config)
     except (OSError, ValueError, AttributeError, WeightsError) as error:
         raise ConfigurationError(
             f"MODEL_NAME={model}: the embedded engine cannot compute it ({first_line(error)}); rehearse another model"
         ) from error
-    if parameters <= MOST_PARAMETERS and any(source.glob("*.safetensors")):
-        return StandIn(source.resolve(), parameters, "its own weights")
     if source.resolve() == directory.resolve():
         raise ConfigurationError(f"MODEL_NAME={model} is where --keep writes the stand-in; give another --keep")
-    sizes = SIZES | {name: size for name, size in EXPERTS.items() if hasattr(config, name)}
+    sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if hasattr(config, name)}
     sizes |= {"layer_types": config.layer_types[:LAYERS]} if getattr(config, "layer_types", None) else {}
     for name, value in (sizes | {"num_hidden_layers": LAYERS, "tie_word_embeddings": True, "dtype": "float32"}).items():
         setattr(config, name, value)
     remove_directory(directory)
     disable_progress_bar()
-    small = random_model(config)
-    small.save_pretrained(directory)
+    random_model(config).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)  # made of config.json, which has the end tokens
     for path in source.iterdir():
         is_read = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
         if is_read and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
-    return StandIn(directory, small.num_parameters(), "random weights")
 
 
 @dataclass
@@ -118,45 +102,40 @@ class Rehearsal:
     variables: dict[str, str]
     secrets: list[str]
     target: str
-    small: StandIn
+    small: Path
+    """The directory of the stand-in."""
     folder: Path
     changes: list[str] = field(default_factory=list)
     """The changes to make before the launch, a sentence each."""
     sources: int = 1
-    is_refused: bool = False
-    """True if `grpo run` would refuse the settings."""
 
     def line(self, label: str, text: str) -> None:
         """Print a line of the report."""
-        text = text.replace(str(self.small.directory), self.target)
-        Console().print(Text.assemble((f"{label:<10}", "bold"), text), soft_wrap=True)
+        print(f"{label:<8}{text.replace(str(self.small), self.target)}", flush=True)
 
     def change(self, sentence: str) -> None:
         """Add a sentence, with the model's name in place of its stand-in's, unless it is there."""
-        if (sentence := sentence.replace(str(self.small.directory), self.target)) not in self.changes:
+        if (sentence := sentence.replace(str(self.small), self.target)) not in self.changes:
             self.changes.append(sentence)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """Add the refusal that ends the context to the changes, and leave out the run."""
+        """Add the refusal that ends the context to the changes."""
         try:
             yield
         except ConfigurationError as error:
             self.change(str(error))
-            self.is_refused = True
 
     def settings(self, changes: Mapping[str, str]) -> list[str]:
         """Return NAME=VALUE of all settings, with ON_PROCESSORS, the stand-in, and ``changes`` that a task reads."""
         readers, tasks = checks.tasks_by_variable(), {str(one["name"]) for one in spec.documents(self.file)[1:]}
-        model = str(self.small.directory)
-        own = {**ON_PROCESSORS, **changes, "MODEL_NAME": model}
-        own |= {"TEACHER_MODEL": model} if self.variables.get("TEACHER_MODEL") else {}
+        own = {**ON_PROCESSORS, **changes, "MODEL_NAME": str(self.small)}
+        own |= {"TEACHER_MODEL": str(self.small)} if self.variables.get("TEACHER_MODEL") else {}
         read = {name: value for name, value in own.items() if tasks & set(readers.get(name, tasks))}
         return [f"{name}={value}" for name, value in (self.variables | read).items()]
 
     def check(self, right: str) -> None:
         """Check what a dry run checks, with answers in the form ``right`` for the rewards, and the chat template."""
-        self.line("stand-in", f"{self.small.parameters / 1e6:.1f}M parameters, {self.small.weights}")
         with self.refusals():
             group, *_ = read_group(self.file, self.settings({}), [], self.secrets, [], small=True)
             with nodes.allocate(group) as addresses:
@@ -167,7 +146,7 @@ class Rehearsal:
                         part()
                 settings: dict[str, Any] = {name: one.settings for name, one in checks.by_class(loaded).items()}
                 self.sources = len(settings["TrainerSettings"].by_source())
-                for problem in _template_problems(self.small.directory, settings):
+                for problem in _template_problems(self.small, settings):
                     self.change(problem)
                 plan = Plan(run, loaded, is_dry_run=True, right=right)
                 for problem in plan.reward_problems():
@@ -178,9 +157,6 @@ class Rehearsal:
 
     def run(self, steps: int, minutes: float) -> None:
         """Run some steps of the job group on this machine, and add what failed to the changes."""
-        if self.is_refused:
-            self.line("run", "left out, because it would be refused")
-            return
         run_dir, output = self.folder / "runs" / RUN_ID, self.folder / "output.txt"
         remove_directory(run_dir)
         launch = Launch(self.file, self.settings(self._sizes(steps)), (), {}, self.secrets, (), True, self.folder)
