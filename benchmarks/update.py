@@ -23,11 +23,11 @@ from services.core import machine
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.packing import TrainingGroup
+from trainer.capacity.check import preflight
 from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.preflight.check import preflight
 
 DEADLINE_SECONDS = 500.0
 PRETRAINED = ".cache/models/smollm2-135m"

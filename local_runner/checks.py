@@ -18,12 +18,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from local_runner.nodes import Run, gpus_of, node_environment
+from local_runner.nodes import Run, check_gpus, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
 from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
@@ -248,21 +248,23 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
     for task, _, settings in loaded:
         if not isinstance(settings, RolloutSettings):
             continue
-        n_gpus = len(gpus_of(run, task, 0)) or task.gpus_per_node
-        if not n_gpus:
-            _check_number(task, 1, min_workers)
-            continue
-        # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
-        from services.engines.kinds import choose_engine
-        from services.engines.placement import read_config
+        each, n_gpus = 1, len(gpus_of(run, task, 0)) or task.gpus_per_node
+        if n_gpus:
+            # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
+            from services.engines.kinds import choose_engine
+            from services.engines.shape import read_config
 
-        try:
-            check_model_directory(settings.model_name)
-            config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
-            most = choose_engine(settings, n_gpus).check_sizes(settings, n_gpus, config)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{task.name}: {error}") from error
-        _check_number(task, most, min_workers)
+            try:
+                check_model_directory(settings.model_name)
+                config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
+                each = choose_engine(settings, n_gpus).check_sizes(settings, n_gpus, config)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{task.name}: {error}") from error
+        if min_workers > task.num_nodes * each:
+            raise ConfigurationError(
+                f"MIN_WORKERS is {min_workers}, but {task.name} has {task.num_nodes} x {each} engines here; lower it, "
+                f"or give --num-nodes {task.name}={math.ceil(min_workers / each)}"
+            )
 
 
 def check_shared_gpus(run: Run, loaded: Sequence[Loaded]) -> None:
@@ -274,71 +276,78 @@ def check_shared_gpus(run: Run, loaded: Sequence[Loaded]) -> None:
     if not any(getattr(settings, "publish_transport", None) == "local" for _, _, settings in loaded):
         return
     tasks = {task.name: task for task, _, _ in loaded if task.name in (Task.TRAINER, Task.ROLLOUT_SERVER)}
-    given = [sorted(gpu for rank in range(t.num_nodes) for gpu in gpus_of(run, t, rank)) for t in tasks.values()]
-    if any(gpus != given[0] for gpus in given):
-        both = " and ".join(f"{name} GPU {','.join(gpus)}" for name, gpus in zip(tasks, given, strict=True))
+    given = {tuple(sorted(gpu for n in range(t.num_nodes) for gpu in gpus_of(run, t, n))) for t in tasks.values()}
+    if len(given) > 1:
         raise ConfigurationError(
-            f"PUBLISH_TRANSPORT is local, but here {both}: each rank of the trainer shares its GPU's memory with the "
-            f"engine on it; give --small --env {VISIBLE_GPUS_VARIABLE}={','.join(run.gpus)}, or "
-            "--env PUBLISH_TRANSPORT=broadcast"
+            "PUBLISH_TRANSPORT is local, but trainer and engines have different GPUs here, whose memory they would "
+            f"share; give --small --env {VISIBLE_GPUS_VARIABLE}={','.join(run.gpus)}, or PUBLISH_TRANSPORT=broadcast"
         )
 
 
-def _check_number(task: TaskSpec, each: int, min_workers: int) -> None:
-    """Check that nodes of ``each`` engines at most are enough for MIN_WORKERS."""
-    engines, nodes = task.num_nodes * each, f"{task.num_nodes} node{'s'[: task.num_nodes > 1]}"
-    if min_workers > engines:
-        raise ConfigurationError(
-            f"MIN_WORKERS is {min_workers}, but {task.name} has {nodes} for {engines} engine{'s'[: engines > 1]} here; "
-            f"give --env MIN_WORKERS={engines}, or --num-nodes {task.name}={math.ceil(min_workers / each)}"
-        )
+def before_rows(run: Run, loaded: Sequence[Loaded]) -> dict[str, Callable[[], list[str] | None]]:
+    """Return the checks of a run before its rows are read, by subject.
+
+    Each raises a ConfigurationError, or returns None or the models that the hub does not know.
+    """
+    return {
+        "GPUs": lambda: check_gpus(run),
+        "engines": lambda: check_engines(run, loaded),
+        "services and rewards": lambda: check_together(loaded, run.group),
+        "files, functions, judge and sandbox": lambda: check_own_code(run, loaded),
+        "models": lambda: unchecked_models(run, loaded),
+    }
 
 
-def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
-    """Check that the job group has the services that the method, evaluations and the ways of rolling out need.
+def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:
+    """Check how the settings of the tasks go together, and with the job group's services.
 
     Raises:
-        ConfigurationError: a source, or the run, needs a service that the job group does not have.
+        ConfigurationError: they do not go together.
     """
+    found = {name: one.settings for name, one in by_class(loaded).items()}
+    trainer = cast("TrainerSettings | None", found.get("TrainerSettings"))
+    reward = cast("RewardSettings | None", found.get("RewardSettings"))
+    if trainer is None:
+        return
+    if reward is not None:
+        _check_judge(reward, trainer)
+        _check_formula(reward, trainer)
+    _check_lengths(trainer, getattr(found.get("RolloutSettings"), "engine_context_length", None))
+    if any(task.name == Task.TRAINER for task in group.tasks):
+        trainer.of_sources(lambda own, source: _check_services(own, group))
 
-    def check(settings: TrainerSettings, source: Source | None) -> None:
-        if not settings.needs_engines:
-            return
-        needed = {Task.ROLLOUT_SERVER.value, Task.REWARD_SERVER.value}
-        if settings.method is Method.SFT and not needed.issubset(tasks):
-            raise ConfigurationError(
-                f"EVAL_EVERY is {settings.eval_every}, but this job group has no "
-                f"{' and no '.join(sorted(needed - tasks))}; "
-                "take jobgroup.yaml with METHOD=sft, or set EVAL_EVERY=0 and evaluate with `grpo evaluate` afterwards"
-            )
-        if settings.colocate and any(task.name == Task.ROLLOUT_SERVER for task in group.tasks):
-            raise ConfigurationError(
-                f"COLOCATE is set, but job group {group.name} has a rollout-server, whose engines would not be asked; "
-                "take jobgroups/colocated.yaml, or unset COLOCATE"
-            )
-        has_asked = any(COLOCATE_VARIABLE in task.declared for task in group.tasks)
-        if has_asked and Task.ROLLOUT_SERVER not in tasks:
-            raise ConfigurationError(
-                f"COLOCATE is false, but job group {group.name} has no rollout-server; take jobgroup.yaml, or leave "
-                "COLOCATE as the file has it"
-            )
-        asking = [task for task in group.tasks if task.name in ASK_ENGINES]
-        if apart := [task.name for task in asking if is_colocated(task.environment) != settings.colocate]:
-            raise ConfigurationError(
-                f"{COLOCATE_VARIABLE} is {str(settings.colocate).lower()} for {Task.TRAINER.value}, but not for "
-                f"{' and '.join(apart)}, which would look for the engines elsewhere; give all of them the same value"
-            )
-        if missing := [task.value for task in settings.way.services if task not in tasks]:
-            file = "agent" if missing == [Task.GATEWAY.value] else "environment"
-            raise ConfigurationError(
-                f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(missing)}, but job group {group.name} "
-                f"has none; take jobgroups/{file}.yaml, or add the task"
-            )
 
+def _check_services(settings: TrainerSettings, group: JobGroup) -> None:
+    """Check that the job group has the services that the method, evaluations and the ways of rolling out need."""
+    if not settings.needs_engines:
+        return
     tasks = {component for task in group.tasks for component in task.components}
-    for task, reader, settings in loaded:
-        if reader.name == "TrainerSettings" and task.name == Task.TRAINER:
-            cast("TrainerSettings", settings).of_sources(check)
+    missing = {Task.ROLLOUT_SERVER.value, Task.REWARD_SERVER.value} - tasks
+    if settings.method is Method.SFT and missing:
+        raise ConfigurationError(
+            f"EVAL_EVERY is {settings.eval_every}, but this job group has no {' and no '.join(sorted(missing))}; take "
+            "jobgroup.yaml with METHOD=sft, or set EVAL_EVERY=0 and evaluate with `grpo evaluate` afterwards"
+        )
+    has_own_engines = any(task.name == Task.ROLLOUT_SERVER for task in group.tasks)
+    is_colocating = any(COLOCATE_VARIABLE in task.declared for task in group.tasks)
+    if (settings.colocate and has_own_engines) or (is_colocating and Task.ROLLOUT_SERVER not in tasks):
+        file = "jobgroups/colocated.yaml" if settings.colocate else "jobgroup.yaml"
+        raise ConfigurationError(
+            f"COLOCATE is {str(settings.colocate).lower()}, which job group {group.name} does not fit; take {file}, or "
+            "leave COLOCATE as the file has it"
+        )
+    asking = [task for task in group.tasks if task.name in ASK_ENGINES]
+    if apart := [task.name for task in asking if is_colocated(task.environment) != settings.colocate]:
+        raise ConfigurationError(
+            f"{COLOCATE_VARIABLE} is {str(settings.colocate).lower()} for {Task.TRAINER.value}, but not for "
+            f"{' and '.join(apart)}, which would look for the engines elsewhere; give all of them the same value"
+        )
+    if lacking := [task.value for task in settings.way.services if task not in tasks]:
+        file = "agent" if lacking == [Task.GATEWAY.value] else "environment"
+        raise ConfigurationError(
+            f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(lacking)}, but job group {group.name} has "
+            f"none; take jobgroups/{file}.yaml, or add the task"
+        )
 
 
 def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
@@ -354,14 +363,9 @@ def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
     )
 
 
-def check_judge(loaded: Sequence[Loaded]) -> None:
-    """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward.
-
-    Raises:
-        ConfigurationError: the trainer would give up first, or evaluations would have no rewards.
-    """
-    reward, trainer = _rewards_and_trainer(loaded)
-    if reward is None or trainer is None or not any(name in JUDGES for name in reward.names):
+def _check_judge(reward: RewardSettings, trainer: TrainerSettings) -> None:
+    """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward."""
+    if not any(name in JUDGES for name in reward.names):
         return
     if reward.judge_seconds >= trainer.service_deadline_seconds:
         raise ConfigurationError(
@@ -381,21 +385,14 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
     trainer.of_sources(check)
 
 
-def check_lengths(loaded: Sequence[Loaded]) -> None:
-    """Check that the longest answer of each source fits in the engines' context, as far as settings or files tell it.
-
-    Raises:
-        ConfigurationError: it does not; the message has the context.
-    """
-    found = {name: one.settings for name, one in by_class(loaded).items()}
-    trainer = cast("TrainerSettings | None", found.get("TrainerSettings"))
-    if trainer is None or not trainer.needs_engines:
+def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None:
+    """Check that the longest answer of each source fits in the engines' context, as far as it is known."""
+    if not trainer.needs_engines:
         return
     config = read_object(Path(trainer.model_name).expanduser() / "config.json")
     config |= config.get("text_config") or {}
     # Engines extend the context by a model's scaled rotations.
-    known = None if config.get("rope_scaling") else config.get("max_position_embeddings")
-    context = getattr(found.get("RolloutSettings"), "engine_context_length", None) or known
+    context = engine_context or (None if config.get("rope_scaling") else config.get("max_position_embeddings"))
 
     def check(own: TrainerSettings, source: Source | None) -> None:
         if context is not None and own.max_new_tokens >= context:
@@ -407,14 +404,9 @@ def check_lengths(loaded: Sequence[Loaded]) -> None:
     trainer.of_sources(check)
 
 
-def check_formula(loaded: Sequence[Loaded]) -> None:
-    """Check that the reward-server's rewards are those that ADVANTAGE needs; agents and environments give others.
-
-    Raises:
-        ConfigurationError: GDPO_WEIGHTS names a function that REWARD_FN lacks, or a weight is negative with maxrl.
-    """
-    reward, trainer = _rewards_and_trainer(loaded)
-    if reward is None or trainer is None or any(own.way.has_turns for own in trainer.by_source().values()):
+def _check_formula(reward: RewardSettings, trainer: TrainerSettings) -> None:
+    """Check that the reward-server's rewards are those that ADVANTAGE needs; agents and environments give others."""
+    if any(own.way.has_turns for own in trainer.by_source().values()):
         return
     if unknown := sorted((trainer.component_weights or {}).keys() - set(reward.names)):
         raise ConfigurationError(
@@ -425,12 +417,6 @@ def check_formula(loaded: Sequence[Loaded]) -> None:
         raise ConfigurationError(
             f"REWARD_FN gives {', '.join(below)} a negative weight, which ADVANTAGE=maxrl cannot have"
         )
-
-
-def _rewards_and_trainer(loaded: Sequence[Loaded]) -> tuple[RewardSettings | None, TrainerSettings | None]:
-    found = {name: one.settings for name, one in by_class(loaded).items()}
-    reward, trainer = map(found.get, ("RewardSettings", "TrainerSettings"))
-    return cast("RewardSettings | None", reward), cast("TrainerSettings | None", trainer)
 
 
 def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -136,27 +136,6 @@ def sandbox_in_pod(pod: Mapping[str, Any]) -> str:
     return "landlock, if the nodes' kernel is 5.13 or newer with it; bwrap is refused by the default profiles"
 
 
-def checks_before_rows(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> dict[str, Callable[[], Any]]:
-    """Return a dry run's checks before it reads the rows, by subject.
-
-    Each raises a ConfigurationError, or returns None or the models that the hub does not know.
-    """
-
-    def together() -> None:
-        checks.check_judge(loaded)
-        checks.check_formula(loaded)
-        checks.check_lengths(loaded)
-        checks.check_services(loaded, run.group)
-
-    return {
-        "GPUs": lambda: nodes.check_gpus(run),
-        "engines": lambda: checks.check_engines(run, loaded),
-        "services and rewards": together,
-        "files, functions, judge and sandbox": lambda: checks.check_own_code(run, loaded),
-        "models": lambda: checks.unchecked_models(run, loaded),
-    }
-
-
 def _planned(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> list[str]:
     """Return the cautions of a dry run; raise ConfigurationError where it refuses the run."""
     plan = Plan(run, loaded, is_dry_run=True)
@@ -175,7 +154,7 @@ def _of_job_group(
             run = nodes.Run(group, nodes.new_run_id(group), shared_dir, addresses, gpus, mark)
             loaded = checks.load_all(run)
             yield "job group: settings", GOOD, f"{path}: names and values of all tasks"
-            parts = checks_before_rows(run, loaded) | {
+            parts = checks.before_rows(run, loaded) | {
                 "rows, template, rewards, memory and disk": lambda: _planned(run, loaded)
             }
             for subject, part in parts.items():

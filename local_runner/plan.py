@@ -33,71 +33,60 @@ _SHOWN_ELSEWHERE = {*Settings.model_fields, "model_name", "dataset", "reward_fn"
 class Plan:
     """The settings of a run's tasks, with the numbers of its rows and the estimates of memory and disk."""
 
-    def __init__(self, run: Run, loaded: Sequence[Loaded], *, is_dry_run: bool, items_file: Path | None = None) -> None:
-        """Read the rows of files; in a dry run read any rows, render the prompts, and estimate memory and disk.
+    def __init__(self, run: Run, loaded: Sequence[Loaded], *, is_dry_run: bool, right: str | None = None) -> None:
+        """Read the rows of files; in a dry run read any rows, render the prompts, try rewards, and estimate memory.
 
         Args:
             run: the run.
             loaded: the settings of its tasks.
             is_dry_run: read and render all rows.
-            items_file: keeps what a reward gets of each prompt, in the form of ``services.data_server.look``.
+            right: the form of a right answer, with which built-in rewards are tried, too.
 
         Raises:
             ConfigurationError: the data-server would refuse the rows, or they are too few for one step.
         """
-        self._run = run
-        found = by_class(loaded)
-        self._settings: dict[str, Any] = {name: one.settings for name, one in found.items()}
+        self._run, self._found = run, by_class(loaded)
+        self._settings: dict[str, Any] = {name: one.settings for name, one in self._found.items()}
         self._trainer, self._data = (self._settings.get(name) for name in ("TrainerSettings", "DataSettings"))
         self._rows: dict[str, Any] = {}
         self._needs: dict[str, Any] = {}
         self._tried: dict[str, Any] = {}
-
-        def answer(name: str, package: str, module: str, *arguments: str) -> dict[str, Any]:
-            """Return the facts that a module prints in the environment of these settings' task; empty without any."""
-            if find_spec(package) is None:
-                return {}
-            try:
-                return dict(json.loads(ask(run, found[name].task, module, *arguments, seconds=READ_SECONDS) or "{}"))
-            except TimeoutError:
-                return {}
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{found[name].task.name}: {error}") from error
-
         of_files = self._data is not None and any(is_path(own.dataset) for own in self._data.by_source().values())
         if self._data is not None and (is_dry_run or of_files):
-            with TemporaryDirectory() as directory:
-                items = str(items_file or Path(directory) / "items.jsonl")
-                has_items = items_file is not None or (is_dry_run and self._has_own_rewards)
-                options = ["--items", items] if has_items else ["--rows"] * (not is_dry_run)
-                self._rows = answer("DataSettings", "datasets", "services.data_server.look", *options)
-                if Path(items).exists():
-                    module = "services.reward_server.own_code"
-                    answer("RewardSettings", "services", module, items)
-                    if is_dry_run and items_file is None:
-                        self._tried = answer("RewardSettings", "services", module, items, "--answers", "{}")
+            self._read_rows(is_dry_run, right)
         if self._trainer is not None and self.has_all_rows:
             self._trainer.total_steps(self._rows["train"])
         if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
-            self._needs = answer("TrainerSettings", "torch", "trainer.preflight")
+            self._needs = self._ask("TrainerSettings", "torch", "trainer.capacity")
+
+    def _ask(self, name: str, package: str, module: str, *arguments: str) -> dict[str, Any]:
+        """Return the facts that a module prints in the environment of these settings' task; empty without any."""
+        if find_spec(package) is None:
+            return {}
+        task = self._found[name].task
+        try:
+            return dict(json.loads(ask(self._run, task, module, *arguments, seconds=READ_SECONDS) or "{}"))
+        except TimeoutError:
+            return {}
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{task.name}: {error}") from error
+
+    def _read_rows(self, is_dry_run: bool, right: str | None) -> None:
+        """Read the rows, and in a dry run try the rewards of answers to some of them."""
+        tries = (right is not None and "RewardSettings" in self._found) or (is_dry_run and self._has_own_rewards)
+        with TemporaryDirectory() as directory:
+            items = Path(directory) / "items.jsonl"
+            options = ["--items", str(items)] if tries else ["--rows"] * (not is_dry_run)
+            self._rows = self._ask("DataSettings", "datasets", "services.data_server.look", *options)
+            if items.exists():
+                module = "services.reward_server.own_code"
+                self._ask("RewardSettings", "services", module, str(items))
+                self._tried = self._ask("RewardSettings", "services", module, str(items), "--answers", right or "{}")
 
     @property
     def has_all_rows(self) -> bool:
         """True if all rows were read, and not the first ones of a dataset on the hub."""
         return bool(self._rows.get("is_whole"))
-
-    @property
-    def rows(self) -> int:
-        """The number of rows that are trained on or held out."""
-        return sum(one["train"] + one["held_out"] for one in self._by_source())
-
-    @property
-    def left_out(self) -> Counter[str]:
-        """The numbers of rows that are left out, by reason with the number of the first such row."""
-        return sum((Counter(one["refused"]) for one in self._by_source()), Counter[str]())
-
-    def _by_source(self) -> list[dict[str, Any]]:
-        return [one for one in self._rows.get("sources", {"": self._rows}).values() if one]
 
     @property
     def _has_own_rewards(self) -> bool:
@@ -134,10 +123,15 @@ class Plan:
             if steps < wanted:
                 plural = "s"[: steps > 1]
                 yield f"{train + held_out} rows, {held_out} held out: {steps} step{plural} of MAX_STEPS={wanted}"
-        for source, tried in self._tried.items():
-            if problem := reward_problem(tried):
-                yield f"rewards{f' of {source}' if source else ''}: {problem}"
+        yield from self.reward_problems()
         yield from self._needs.get("notes", ())
+
+    def reward_problems(self) -> Iterator[str]:
+        """Yield a sentence for each source whose answers' rewards cannot be learned from."""
+        for source, tried in self._tried.items():
+            has_turns = self._trainer is not None and self._trainer.by_source()[source].way.has_turns
+            if (problem := reward_problem(tried)) and not has_turns:
+                yield f"rewards{f' of {source}' if source else ''}: {problem}"
 
     def check(self) -> None:
         """Check what a dry run has found.
@@ -233,6 +227,8 @@ class Plan:
 def reward_problem(tried: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the rewards of answers to a source's rows, as ``reward_server.own_code`` tries them."""
     rows, failures = tried["rows"], tried["failures"]
+    if failures and not tried["answers"]:
+        return f"no answer was tried, because {failures[0]}"
     if failures:
         first = f"{len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}"
         return f"{first}; let it give every answer a number"

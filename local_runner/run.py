@@ -148,16 +148,10 @@ def check(planned: LocalRun, console: Console, *, dry_run: bool = False, command
     """
     nodes.check_gpus(planned)
     loaded = checks.load_all(planned)
-    checks.check_engines(planned, loaded)
-    checks.check_judge(loaded)
-    checks.check_formula(loaded)
-    checks.check_lengths(loaded)
-    checks.check_services(loaded, planned.group)
-    checks.check_own_code(planned, loaded)
-    unchecked = checks.unchecked_models(planned, loaded)
+    *_, unchecked = [part() for part in checks.before_rows(planned, loaded).values()]
     plan = Plan(planned, loaded, is_dry_run=dry_run)
     if dry_run:
-        plan.show(console, unchecked)
+        plan.show(console, unchecked or [])
     if dry_run and commands:
         _show_nodes(console, planned)
     for caution in plan.cautions():

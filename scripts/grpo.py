@@ -53,7 +53,7 @@ COMMANDS = {
         "scripts.rehearse.__main__",
         TRAINING,
         (
-            "grpo rehearse --model Qwen/Qwen3-8B --gpus H100:8 --env-file my.env",
+            "grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",
             "grpo rehearse --model models/mine --env-file my.env --env MAX_NEW_TOKENS=1024 --steps 0",
         ),
     ),

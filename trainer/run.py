@@ -24,6 +24,8 @@ from services.protocol.prompts import DataStats
 from services.reward_columns import check_columns
 from services.run_page.progress import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
+from trainer.capacity.check import preflight
+from trainer.capacity.limits import VolumeRoom
 from trainer.checkpoints.admission import has_succeeded
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.run_checkpoints import count_parameters, resume
@@ -38,8 +40,6 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
-from trainer.preflight.check import preflight
-from trainer.preflight.sizes import VolumeRoom
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, RankCalls
 from trainer.reporting.run_files import RunFiles

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
 import yaml
+from rich.console import Console
+from rich.table import Table
 
 from local_runner import spec
 from local_runner.launch import grpo_command
 from scripts.launch import job_group_text, skypilot
-from scripts.launch.models import Model
-from scripts.launch.plan import ROOT, VOLUME, Plan, Size, layout_of, variables_of
-from scripts.launch.sizes import ASSUMED, gibibytes, parse_gpus, publish_seconds, publishing
-from scripts.launch.tables import table, wrapped
+from scripts.launch.plan import ROOT, VOLUME, Plan, Size, gibibytes, variables_of
+from scripts.launch.sizes import parse_gpus
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 
@@ -32,6 +31,7 @@ WIDTH = 120
 
 def launch(
     plan: Plan,
+    size: Size,
     file: Path,
     options: Mapping[str, str],
     secrets: Mapping[str, str],
@@ -45,6 +45,7 @@ def launch(
 
     Args:
         plan: the plan.
+        size: the options that it follows.
         file: the job group's file, which the plan is compared with.
         options: the settings of the options.
         secrets: values of the job group's secrets.
@@ -54,13 +55,13 @@ def launch(
         yes: do not ask.
     """
     text = _check_group(plan, options) if checks_cluster else plan.text
-    directory = output or _directory(plan.model, plan.size, file)
+    directory = output or _directory(plan.model, size, file)
     files = _write(plan, text, CHECK if checks_cluster else file, directory)
     tasks = tuple(CHECKS) if checks_cluster else (Task.TRAINER,)
     return _start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
 
 
-def _directory(model: Model, size: Size, file: Path) -> Path:
+def _directory(model: str, size: Size, file: Path) -> Path:
     """Return the directory of a model's YAMLs for a job group and a size, so that those of two sizes stay."""
     named = {
         "": size.gpus,
@@ -68,9 +69,8 @@ def _directory(model: Model, size: Size, file: Path) -> Path:
         "rollout-nodes-": size.rollout_nodes,
         "trainer-nodes-": size.trainer_nodes,
     }
-    name = model.name.rstrip("/").rpartition("/")[2]
     kind = [] if file.stem == "jobgroup" else [file.stem]
-    parts = [name, *kind, *(f"{prefix}{value}" for prefix, value in named.items() if value)]
+    parts = [Path(model).name, *kind, *(f"{prefix}{value}" for prefix, value in named.items() if value)]
     return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
 
 
@@ -79,14 +79,14 @@ def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Pa
     directory.mkdir(parents=True, exist_ok=True)
     files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
     files[0].write_text(text, "utf-8")
-    lines = VOLUME.read_text("utf-8").splitlines()
-    size = f"size: {plan.volume}Gi"
-    files[1].write_text("\n".join(size if line.startswith("size:") else line for line in lines) + "\n", "utf-8")
+    volume = re.sub(r"(?m)^size:.*$", f"size: {plan.volume}Gi", VOLUME.read_text("utf-8"))
+    files[1].write_text(volume, "utf-8")
     # Refuses what SkyPilot would ignore, such as a key that is there twice.
     spec.load(files[0])
     _print_changes(file.read_text(encoding="utf-8"), text, plan)
     if file != CHECK:
-        _advise(plan)
+        for note in plan.notes:
+            print(note)
     print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
     return files
 
@@ -96,40 +96,27 @@ def _print_changes(before: str, after: str, plan: Plan) -> None:
     old, new = job_group_text.values(before), job_group_text.values(after)
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for (task, key), value in new.items():
-        if value != old.get((task, key)):
+        if value != (present := old.get((task, key), "-")):
             name = key.rpartition(".")[2]
-            origin = "derived" if name in plan.derived or name in ("cpus", "memory") else "given"
-            origin = "preset" if (task, key) in plan.preset else origin
-            rows.setdefault(
-                (key.removeprefix(f"{job_group_text.ENVS}."), old.get((task, key), "-"), value, origin), []
-            ).append(task)
+            source = "derived" if name in plan.derived or name in ("cpus", "memory") else "given"
+            source = "preset" if (task, key) in plan.preset else source
+            rows.setdefault((key.removeprefix(f"{job_group_text.ENVS}."), present, value, source), []).append(task)
     size = str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"])
     if gibibytes(size) != plan.volume:
         rows["size", size, f"{plan.volume}Gi", "derived"] = [VOLUME.name]
-    lines = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
-    print(wrapped(["changed in", "key", "file", "here", "source"], lines, WIDTH))
+    changes = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
+    _print_table(["changed in", "key", "file", "here", "source"], changes)
     if plan.preset:
         print("preset: a batch that fills the GPUs (examples/gpu.env); options replace it, and --stock leaves it out")
-    print("\n" + "\n".join(table(["on the cluster", "nodes", "GPUs", "CPUs", "GB"], _footprint(after))))
+    _print_table(["\non the cluster", "\nnodes", "\nGPUs", "\nCPUs", "\nGB"], _footprint(after))
     print(f"a volume of {plan.volume} GiB, {CONTROLLER}")
 
 
-def _advise(plan: Plan) -> None:
-    """Print cautions, the reason for the number of rollout nodes, and advice to try on the cluster first."""
-    for caution in plan.cautions:
-        print(f"caution: {caution}")
-    if plan.reason:
-        print(plan.reason)
-    if Task.ROLLOUT_SERVER not in plan.tiers:
-        return
-    layout = layout_of(plan.tiers)
-    transport, seconds = publishing(plan.model, layout)
-    if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(plan.variables):
-        print(
-            f"publishing takes about {publish_seconds(plan.model, layout)['disk']:.0f} s a step through a volume of "
-            f"{ASSUMED.volume_bandwidth / 1e9:g} GB/s, "
-            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}, which nobody has run on GPUs yet"
-        )
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*header, box=None, pad_edge=False, header_style="")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=WIDTH, markup=False, highlight=False).print(table)
 
 
 def _footprint(text: str) -> list[list[str]]:
@@ -148,7 +135,7 @@ def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
     """Return the job group that tries the cluster for a plan."""
     before, written = CHECK.read_text("utf-8"), job_group_text.values(plan.text)
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
-    changes = variables_of(spec.load(CHECK), {**options, "MODEL_NAME": plan.model.name, "CHECK_IMAGES": images})
+    changes = variables_of(spec.load(CHECK), {**options, "MODEL_NAME": plan.model, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():
         cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers.get(task, plan.tiers[Task.TRAINER]).choices)
         changes[name, "resources.accelerators"] = f"[{cards}]"
@@ -159,20 +146,36 @@ def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
 def _start(
     files: tuple[Path, Path], text: str, secrets: Mapping[str, str], *, dry_run: bool, yes: bool, tasks: Sequence[str]
 ) -> int | None:
-    """Launch the files, unless it is a dry run; print the commands that follow, and return the job's number."""
-    job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=partial(_confirm, text, secrets, yes=yes))
+    """Have SkyPilot check the files, launch them unless it is a dry run, and print the commands that follow.
+
+    Return the job's number, None where nothing is launched.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed and needed, or refuses the files.
+    """
+    python, job, error = skypilot.interpreter(), None, ""
+    if python is None and not dry_run:
+        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    if not (dry_run or yes):
+        _confirm(text, secrets)
+    if python is not None:
+        job, error = skypilot.ask(python, files, secrets, launch=not dry_run)
+        if dry_run and error.startswith("ConnectionError"):
+            print(f"SkyPilot's loader could not check it without a network: {error}")
+        elif error:
+            raise ConfigurationError(f"SkyPilot refuses it: {error}; try `sky check kubernetes` and `sky api info`")
+        elif dry_run:
+            print("SkyPilot's loader accepts it")
     if job is None:
         _print_commands(files, secrets)
-    else:
-        logs_of = " and ".join(f"sky jobs logs {job} {task}" for task in tasks)
-        print(f"job {job}; its log: {logs_of}; to end it: sky jobs cancel {job}")
+        return None
+    logs_of = " and ".join(f"sky jobs logs {job} {task}" for task in tasks)
+    print(f"job {job}; its log: {logs_of}; to end it: sky jobs cancel {job}")
     return job
 
 
-def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
+def _confirm(text: str, secrets: Mapping[str, str]) -> None:
     """Ask whether to launch a job group; without a terminal, print the command that launches it, and exit with 2."""
-    if yes:
-        return
     _, count, gpus, *_ = _footprint(text)[-1]
     size = f"{count} nodes with {gpus} GPUs"
     if sys.stdin.isatty():
@@ -184,32 +187,6 @@ def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
     command = shlex.join([grpo_command(), "launch", *typed, "--yes"])
     print(f"launch: there is no terminal on which to ask about {size}; to launch them: {command}", file=sys.stderr)
     raise typer.Exit(2)
-
-
-def _ask_skypilot(
-    files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool, confirm: Callable[[], None]
-) -> int | None:
-    """Have SkyPilot check the files, and launch them unless it is a dry run; return the job's number.
-
-    Raises:
-        ConfigurationError: SkyPilot is not installed and needed, or refuses the files.
-    """
-    python = skypilot.interpreter()
-    if python is None:
-        if dry_run:
-            return None
-        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
-    if not dry_run:
-        confirm()
-    job, error = skypilot.ask(python, files, secrets, launch=not dry_run)
-    if dry_run and error.startswith("ConnectionError"):
-        print(f"SkyPilot's loader could not check it without a network: {error}")
-        return None
-    if error:
-        raise ConfigurationError(f"SkyPilot refuses it: {error}; try `sky check kubernetes` and `sky api info`")
-    if dry_run:
-        print("SkyPilot's loader accepts it")
-    return job
 
 
 def _print_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None:

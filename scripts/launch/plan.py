@@ -14,20 +14,20 @@ import yaml
 from local_runner import checks, nodes, spec
 from local_runner.nodes import Run
 from scripts.launch import job_group_text
-from scripts.launch.models import Model, find_model
-from scripts.launch.prediction import Batch, choose_rollout_nodes, trainer_shares
-from scripts.launch.sizes import PRESET, Layout, Sizes, Tier, derive, engines_of, gibibytes, parse_gpus
+from scripts.launch.sizes import Tier, balanced, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
-from trainer.config import Rollout, TrainerSettings
-from trainer.preflight.sizes import Need
+from trainer.capacity.catalogue import find_model
+from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 VOLUME = ROOT / "jobgroups" / "volume.yaml"
-ASYNC, COLOCATED = ROOT / "jobgroups/async.yaml", ROOT / "jobgroups/colocated.yaml"
+PRESET = ROOT / "examples/gpu.env"
+"""Settings of a batch that fills GPUs."""
+COLOCATED = ROOT / "jobgroups/colocated.yaml"
 IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
 """The Dockerfile's target by task; all other tasks have ``services``, and a trainer with engines ``colocated``."""
 TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -40,37 +40,26 @@ OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
 class Size:
     """The options that say how large a job group is; what is None stays as the job group's file has it."""
 
-    model: str | None
-    rollout_nodes: int | None
-    trainer_nodes: int | None
-    gpus: str | None
-    rollout_gpus: str | None
+    model: str | None = None
+    rollout_nodes: int | None = None
+    trainer_nodes: int | None = None
+    gpus: str | None = None
+    rollout_gpus: str | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """A job group of a given size."""
 
-    model: Model
-    size: Size
+    model: str
     tiers: dict[str, Tier]
     """The nodes of rollout-server and ppo-trainer."""
-    variables: dict[str, str]
-    """The settings: those of the options, and those that follow from the size."""
     derived: set[str]
     """The names of the settings that follow from the size."""
     preset: set[tuple[str, str]]
     """The tasks and keys whose values the preset gives, because no option does."""
-    reason: str
-    """The reason for the number of rollout nodes; empty where it is the file's or the option's."""
-    trainer: TrainerSettings
-    """The trainer's settings on the cluster."""
-    rollout: RolloutSettings
-    """The settings of the engines."""
-    need: Need
-    """The trainer's bytes on the first choice of GPUs."""
-    cautions: list[str]
-    """Sentences on what is allowed but probably a mistake."""
+    notes: list[str]
+    """Cautions, and the reason for the number of rollout nodes where it is chosen."""
     volume: int
     """Gibibytes of the volume."""
     text: str
@@ -95,8 +84,11 @@ def plan_of(
         chosen: the settings that go with the file, such as MODE.
         secrets: values of the job group's secrets.
         image: the images of `make image`.
-        preset: the settings that those of the options replace; with them go one trainer node, and as many rollout nodes
-            as keep both tiers busy. None: the file's.
+        preset: the settings that ``options`` replace; with them go one trainer node, and as many rollout nodes as keep
+            both tiers busy. None: the file's.
+
+    Raises:
+        ConfigurationError: the settings are not valid together, or the GPUs are too small for the model.
     """
     before = file.read_text(encoding="utf-8")
     written = job_group_text.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
@@ -104,32 +96,102 @@ def plan_of(
     settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
     tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
     group = spec.load(file, spec.Overrides(settings | chosen, secrets))
-    is_open = preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options)
     loaded = _loaded(group, settings | chosen | secrets)
     trainer, rollout = _settings(loaded, group, options)
-    chosen_tiers, sizes, reason = _sizes(trainer, rollout, model, tiers, is_open=is_open)
-    wanted = sizes.derived | settings | chosen
-    changes = sizes.changes | variables_of(group, wanted) | _images(group, image)
+    sizes, reason = derive(trainer, rollout, model, tiers), ""
+    if preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options):
+        tiers, reason = balanced(trainer, rollout, model, tiers, sizes.work)
+        sizes = derive(trainer, rollout, model, tiers)
+    changes = sizes.changes | variables_of(group, sizes.derived | settings | chosen) | _images(group, image)
     of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
-    of_preset |= {(Task.ROLLOUT_SERVER.value, "num_nodes")} if chosen_tiers != tiers else set()
+    of_preset |= {(Task.ROLLOUT_SERVER.value, "num_nodes")} if reason else set()
     return Plan(
-        model=model,
-        size=size,
-        tiers=chosen_tiers,
-        variables=wanted,
+        model=model.name,
+        tiers=tiers,
         derived=sizes.derived.keys() - settings.keys(),
         preset=of_preset,
-        reason=reason,
-        trainer=trainer,
-        rollout=rollout,
-        need=sizes.need,
-        cautions=[*_left_behind(loaded)],
+        notes=[f"caution: {caution}" for caution in _left_behind(loaded)] + [reason] * bool(reason),
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"]))),
         text=job_group_text.edited(before, changes),
     )
 
 
-def _rollouts(options: Mapping[str, str]) -> set[str]:
+def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
+    """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
+    keys = {(task, key) for task, key in changes if key.removeprefix(f"{job_group_text.ENVS}.") in names}
+    return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
+
+
+def gibibytes(size: str) -> int:
+    """Return the gibibytes of a volume's size in SkyPilot's form, such as ``200Gi``, ``1Ti`` or ``200``.
+
+    Raises:
+        ConfigurationError: the size has another form.
+    """
+    match = re.fullmatch(r"(\d+)(Gi|Ti|)", size)
+    if match is None:
+        raise ConfigurationError(f"jobgroups/volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
+    return int(match[1]) * (1024 if match[2] == "Ti" else 1)
+
+
+def group_of(
+    options: Mapping[str, str],
+    size: Size,
+    *,
+    colocate: bool,
+    asynchronous: bool,
+    agent: str | None = None,
+    environment: str | None = None,
+) -> tuple[Path, dict[str, str]]:
+    """Return the job group's file, and the variables that say the same as the options of ``grpo launch``.
+
+    Args:
+        options: the settings of the options.
+        size: the options about nodes and GPUs.
+        colocate: run the engines on the trainer's GPUs.
+        asynchronous: generate while the step trains.
+        agent: the agent that answers the prompts; default: AGENT of the settings.
+        environment: the environment whose episodes the model plays; default: ENVIRONMENT of the settings.
+
+    Raises:
+        ConfigurationError: the options do not go together.
+    """
+    if colocate or is_colocated(options):
+        return _colocated_group(options, size, has_others=bool(asynchronous or agent or environment))
+    if options.get("PUBLISH_TRANSPORT") == "local":
+        raise ConfigurationError(
+            "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
+            "or have them share GPUs by --colocate"
+        )
+    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
+    if agent and environment:
+        raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
+    mode = {"MODE": "async"} if asynchronous else {}
+    if _ways(options) - {"completion"}:
+        # It has the services of every way. A source says itself what it does not share with the others.
+        named = {"ENVIRONMENT": environment} if environment else {}
+        return ROOT / "jobgroups/environment.yaml", {"ROLLOUT": "completion"} | named | mode
+    if options.get("ROLLOUT") == "program":
+        return ROOT / "jobgroups/agent.yaml", {"ROLLOUT": "program", "AGENT": ""} | mode
+    if agent:
+        return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
+    if environment:
+        return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
+    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
+
+
+def _colocated_group(options: Mapping[str, str], size: Size, *, has_others: bool) -> tuple[Path, dict[str, str]]:
+    """Return the file of engines on the trainer's GPUs, and the transport that several nodes and adapters need."""
+    if has_others or size.rollout_nodes or size.rollout_gpus:
+        raise ConfigurationError(
+            "--colocate has no rollout nodes for --rollout-nodes and --rollout-gpus, no services for --agent and "
+            "--environment, and engines that sleep while the trainer trains, so not --async; leave one out"
+        )
+    shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
+    return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
+
+
+def _ways(options: Mapping[str, str]) -> set[str]:
     """Return the ways of rolling out that the sources name; empty without SOURCES.
 
     Raises:
@@ -145,98 +207,12 @@ def _rollouts(options: Mapping[str, str]) -> set[str]:
     return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
 
 
-def group_of(
-    options: Mapping[str, str],
-    size: Size,
-    *,
-    colocate: bool,
-    asynchronous: bool,
-    agent: str | None = None,
-    environment: str | None = None,
-) -> tuple[Path, dict[str, str]]:
-    """Return the job group's file, and the variables that say the same as the options of ``grpo launch``.
-
-    Raises:
-        ConfigurationError: the options do not go together.
-    """
-    if colocate or is_colocated(options):
-        return colocated_group(options, size, [asynchronous, agent, environment])
-    return job_group_of(options, asynchronous=asynchronous, agent=agent, environment=environment)
-
-
-def job_group_of(
-    options: Mapping[str, str], *, asynchronous: bool, agent: str | None = None, environment: str | None = None
-) -> tuple[Path, dict[str, str]]:
-    """Return the job group's file, and the variables that say the same.
-
-    Args:
-        options: the settings of the options.
-        asynchronous: generate while the step trains.
-        agent: the agent that answers the prompts; default: AGENT of the settings.
-        environment: the environment whose episodes the model plays; default: ENVIRONMENT of the settings.
-
-    Raises:
-        ConfigurationError: an agent and an environment are given, or PUBLISH_TRANSPORT=local.
-    """
-    if options.get("PUBLISH_TRANSPORT") == "local":
-        raise ConfigurationError(
-            "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
-            "or have them share GPUs by --colocate"
-        )
-    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
-    rollouts = _rollouts(options)
-    if agent and environment:
-        raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
-    mode = {"MODE": "async"} if asynchronous else {}
-    if rollouts - {"completion"}:
-        # It has the services of every way. A source says itself what it does not share with the others.
-        named = {"ENVIRONMENT": environment} if environment else {}
-        return ROOT / "jobgroups/environment.yaml", {"ROLLOUT": "completion"} | named | mode
-    if options.get("ROLLOUT") == "program":
-        return ROOT / "jobgroups/agent.yaml", {"ROLLOUT": "program", "AGENT": ""} | mode
-    if agent:
-        return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
-    if environment:
-        return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
-    return ASYNC if asynchronous else ROOT / "jobgroup.yaml", {}
-
-
-def colocated_group(options: Mapping[str, str], size: Size, others: Sequence[object]) -> tuple[Path, dict[str, str]]:
-    """Return the file of the colocated job group, and the variables that its number of nodes and adapters need.
-
-    Args:
-        options: the settings of the options.
-        size: the options about nodes and GPUs.
-        others: the options for other job groups.
-
-    Raises:
-        ConfigurationError: an option is for engines or tasks that this job group does not have.
-    """
-    if size.rollout_nodes or size.rollout_gpus:
-        raise ConfigurationError(
-            "--colocate has no rollout nodes; give --trainer-nodes and --gpus, or leave --colocate out"
-        )
-    if any(others):
-        raise ConfigurationError(
-            "--colocate cannot go with --async, because engines sleep while the trainer trains, nor with --agent and "
-            "--environment, whose services jobgroups/colocated.yaml does not have; leave one out"
-        )
-    shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
-    return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
-
-
 def preset_of(options: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
     preset = spec.env_file(PRESET)
     if OTHER_ENGINES.intersection(options) or file.resolve() == COLOCATED:
         del preset["PUBLISH_TRANSPORT"]
     return preset
-
-
-def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
-    """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
-    keys = {(task, key) for task, key in changes if key.removeprefix(f"{job_group_text.ENVS}.") in names}
-    return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
 
 
 def _tiers(text: str, size: Size) -> dict[str, Tier]:
@@ -253,11 +229,6 @@ def _tiers(text: str, size: Size) -> dict[str, Tier]:
                 raise ConfigurationError(f"{task.value} has no `accelerators`; give --gpus, such as --gpus H100:8")
             tiers[task.value] = Tier(count or written[task].get("num_nodes", 1), parse_gpus(choices))
     return tiers
-
-
-def has_engines(file: Path) -> bool:
-    """Return whether a task of a job group's file runs engines, such as a rollout-server."""
-    return any(Task.ROLLOUT_SERVER in task.components for task in spec.load(file).tasks)
 
 
 def accelerators(document: Mapping[str, Any]) -> list[str]:
@@ -311,10 +282,7 @@ def _settings(
     ):
         if not path.is_absolute():
             check_file(variable, path)
-    checks.check_judge(loaded)
-    checks.check_formula(loaded)
-    checks.check_lengths(loaded)
-    checks.check_services(loaded, group)
+    checks.check_together(loaded, group)
     found = {name: one.settings for name, one in checks.by_class(loaded).items()}
     trainer, rollout = found.get("TrainerSettings"), found.get("RolloutSettings")
     if not isinstance(trainer, TrainerSettings) or not isinstance(rollout, RolloutSettings):
@@ -325,39 +293,6 @@ def _settings(
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
     return trainer, rollout
-
-
-def _sizes(
-    trainer: TrainerSettings, rollout: RolloutSettings, model: Model, tiers: dict[str, Tier], *, is_open: bool
-) -> tuple[dict[str, Tier], Sizes, str]:
-    """Return the nodes and the sizes that follow from the settings.
-
-    The number of rollout nodes, if it ``is_open``, is chosen, and the reason returned. It stays where agents or
-    environments answer the prompts, because the time that they take is unknown.
-    """
-    sizes = derive(trainer, rollout, model, tiers.get(Task.ROLLOUT_SERVER), tiers[Task.TRAINER])
-    if (
-        not is_open
-        or Task.ROLLOUT_SERVER not in tiers
-        or any(one.rollout is not Rollout.COMPLETION for one in trainer.by_source().values())
-    ):
-        return tiers, sizes, ""
-    present = tiers[Task.ROLLOUT_SERVER]
-    engines = engines_of(rollout, model, present.choices[0])
-    shares = trainer_shares(model, Batch.of(trainer), layout_of(tiers), engines)
-    enough = {nodes: share for nodes, share in shares.items() if nodes * engines >= trainer.min_workers}
-    count, reason = choose_rollout_nodes(enough, present.nodes)
-    tiers = {**tiers, Task.ROLLOUT_SERVER.value: replace(present, nodes=count)}
-    return tiers, derive(trainer, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER]), reason
-
-
-def layout_of(tiers: Mapping[str, Tier]) -> Layout:
-    """Return the layout with the first choice of GPUs."""
-    trainer = tiers[Task.TRAINER]
-    rollout = tiers.get(Task.ROLLOUT_SERVER, trainer)
-    first, other = rollout.choices[0], trainer.choices[0]
-    shares_gpus = Task.ROLLOUT_SERVER not in tiers
-    return Layout(rollout.nodes, first.count, trainer.nodes, other.count, first.name, other.name, shares_gpus)
 
 
 def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Literal
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.core.processes import Command
-from services.engines.placement import Config, EnginePlace, SizeFacts, Split
+from services.engines.placement import EnginePlace, Split
 from services.engines.settings import EngineKind, RolloutSettings
+from services.engines.shape import Config, SizeFacts
 from services.http.client import HttpClient
 from services.protocol.groups import TokenSequence
 

@@ -2,31 +2,25 @@
 
 An engine takes the smallest tensor parallel size into which SGLang can split the model and at which the weights leave
 room for keys and values. The node runs as many engines as its GPUs allow, because several engines generate more tokens
-than one that is spread over all GPUs. Configuration and size of a model are read from its directory or from the hub,
-without its weights.
+than one that is spread over all GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from services.core import machine
 from services.core.endpoints import ENGINE_PORTS
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.core.machine import ComputeType
 from services.engines.settings import RolloutSettings
+from services.engines.shape import Config, SizeFacts, can_split, read_config, weight_bytes
 
 log = get_logger(__name__)
-
-Config = dict[str, Any]
 
 WEIGHTS_SHARE = 0.5
 """Largest share of a GPU's memory for weights. Keys and values, activations, CUDA graphs and incoming weights get the
@@ -52,17 +46,6 @@ class EnginePlace:
 
 
 @dataclass(frozen=True)
-class SizeFacts:
-    """The facts that decide over the size of an engine; None where one is not facts."""
-
-    config: Config | None
-    weights: int | None
-    """Bytes of the model's weights."""
-    memory: int | None
-    """Bytes of one GPU."""
-
-
-@dataclass(frozen=True)
 class Split:
     """The engines into which a node's GPUs are split."""
 
@@ -71,23 +54,10 @@ class Split:
     gpus_each: int
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The parallel sizes of the settings; a tensor parallel size of None is chosen here."""
-
-    tensor: int | None
-    pipeline: int
-    data: int
-    splits_attention: bool
-    """False with data-parallel attention, which splits the heads over fewer GPUs."""
-
-
 def place_engines(split: Split, n_gpus: int) -> list[EnginePlace]:
     """Return the places of a node's engines on its ``n_gpus`` GPUs."""
-    names = machine.listed_gpus(os.environ.get(machine.VISIBLE_GPUS_VARIABLE, "")) or [
-        str(index) for index in range(n_gpus)
-    ]
-    each = split.gpus_each
+    listed = machine.listed_gpus(os.environ.get(machine.VISIBLE_GPUS_VARIABLE, ""))
+    names, each = listed or list(map(str, range(n_gpus))), split.gpus_each
     return [
         EnginePlace(number, split.tensor_parallel, tuple(names[number * each : (number + 1) * each]), split.engines)
         for number in range(split.engines)
@@ -106,15 +76,14 @@ def split_node(settings: RolloutSettings, n_gpus: int, ask: Callable[[], SizeFac
         ConfigurationError: an engine needs more GPUs or memory than the node has, or a size of the settings does not
             divide them.
     """
-    sizes = _sizes_of(settings)
+    tensor, pipeline, data, _ = _parallel_sizes(settings)
     if not n_gpus:
-        return Split(engines=1, tensor_parallel=sizes.tensor or 1, gpus_each=0)
+        return Split(engines=1, tensor_parallel=tensor or 1, gpus_each=0)
     facts = ask()
     check_sizes(settings, n_gpus, facts.config)
-    tensor = sizes.tensor or _choose_tensor_parallel(settings.model_name, facts, n_gpus // sizes.data, sizes.pipeline)
-    each = tensor * sizes.pipeline * sizes.data
-    if each > n_gpus:
-        raise ConfigurationError(_too_few_gpus(sizes, tensor, n_gpus))
+    most = max(n_gpus // (pipeline * data), 1)
+    tensor = tensor or _choose_tensor_parallel(settings.model_name, facts, most, pipeline)
+    each = tensor * pipeline * data
     count = min(n_gpus // each, len(ENGINE_PORTS))
     if idle := n_gpus - count * each:
         log.warning("GPUs without an engine", idle=idle, engines=count, gpus_each=each)
@@ -125,55 +94,23 @@ def check_sizes(settings: RolloutSettings, n_gpus: int, config: Config | None) -
     """Check that the parallel sizes of the settings divide a node's GPUs and the model's attention heads.
 
     Args:
-        settings: the rollout node's settings; without a tensor parallel size there is nothing to check.
+        settings: the rollout node's settings.
         n_gpus: GPUs of the node, at least one.
-        config: the model's configuration; None if it is not facts.
+        config: the model's configuration; None if it is unknown.
 
     Raises:
         ConfigurationError: a size does not; the message has those that do.
     """
-    sizes = _sizes_of(settings)
-    if sizes.tensor is None:
-        return
-    others = sizes.pipeline * sizes.data
-    heads = (config or {}).get("num_attention_heads") if sizes.splits_attention else None
+    tensor, pipeline, data, splits_attention = _parallel_sizes(settings)
+    others = pipeline * data
+    heads = (config or {}).get("num_attention_heads") if splits_attention else None
     allowed = [n for n in range(1, n_gpus + 1) if n_gpus % (n * others) == 0 and (heads is None or heads % n == 0)]
-    if sizes.tensor * others > n_gpus or not allowed:
-        raise ConfigurationError(_too_few_gpus(sizes, sizes.tensor, n_gpus))
-    if sizes.tensor not in allowed:
-        heads_too = "" if heads is None else f" and the {heads} attention heads of {settings.model_name}"
+    if others > n_gpus if tensor is None else tensor not in allowed:
         raise ConfigurationError(
-            f"SGLANG_TP_SIZE is {sizes.tensor}; for the {n_gpus} GPUs of a node{heads_too}, allowed are "
-            f"{', '.join(map(str, allowed))}"
+            f"SGLANG_TP_SIZE is {tensor}, and SGLANG_EXTRA_FLAGS multiplies it by {others}, for the {n_gpus} GPUs of a "
+            f"node and the {heads or 'unknown'} attention heads of {settings.model_name}; allowed are "
+            f"{', '.join(map(str, allowed)) or 'none, so lower the other sizes'}"
         )
-
-
-def _too_few_gpus(sizes: _Sizes, tensor: int, n_gpus: int) -> str:
-    return (
-        f"an engine needs {tensor * sizes.pipeline * sizes.data} GPUs (tensor parallel size {tensor}, pipeline "
-        f"{sizes.pipeline}, data {sizes.data}) and this node has {n_gpus}; lower SGLANG_TP_SIZE or the sizes in "
-        "SGLANG_EXTRA_FLAGS"
-    )
-
-
-def can_split(config: Config, size: int) -> bool:
-    """Return whether SGLang 0.5.23 can split a model over ``size`` GPUs.
-
-    Its models assert that ``size`` divides the attention heads, that of ``size`` and the key-value heads the smaller
-    number divides the larger, that ``size`` divides the widths of the MLPs, and that there are as many experts.
-    """
-    heads = config.get("num_attention_heads")
-    if heads is None:
-        return size == 1
-    key_values = config.get("num_key_value_heads") or heads
-    widths = [config[name] for name in ("intermediate_size", "moe_intermediate_size") if config.get(name)]
-    experts = config.get("num_experts") or config.get("num_local_experts") or size
-    return (
-        heads % size == 0
-        and max(key_values, size) % min(key_values, size) == 0
-        and all(width % size == 0 for width in widths)
-        and experts >= size
-    )
 
 
 def size_facts(settings: RolloutSettings) -> SizeFacts:
@@ -183,23 +120,21 @@ def size_facts(settings: RolloutSettings) -> SizeFacts:
     return SizeFacts(config, weights, machine.gpu_memory())
 
 
-def _choose_tensor_parallel(model: str, facts: SizeFacts, n_gpus: int, pipeline: int) -> int:
-    """Return the smallest tensor parallel size that fits; the largest possible one if a size is not facts.
+def _choose_tensor_parallel(model: str, facts: SizeFacts, most: int, pipeline: int) -> int:
+    """Return the smallest tensor parallel size that fits; the largest possible one if a size is unknown.
 
     Raises:
         ConfigurationError: the weights alone are larger than the node's GPUs.
     """
-    most = max(n_gpus // pipeline, 1)
     if facts.config is None:
-        log.warning("tensor parallel size not chosen by size: no config.json", model=model, size=most)
+        log.warning("the tensor parallel size is the largest, for there is no config.json", model=model, size=most)
         return most
     possible = [size for size in range(1, most + 1) if can_split(facts.config, size)]
     weights, memory = facts.weights, facts.memory
     if weights is None or memory is None:
-        log.warning(
-            "tensor parallel size not chosen by size", weight_bytes=weights, gpu_bytes=memory, size=possible[-1]
-        )
-        return possible[-1]
+        size = possible[-1]
+        log.warning("the tensor parallel size is the largest", weight_bytes=weights, gpu_bytes=memory, size=size)
+        return size
     shares = {size: weights / (size * pipeline * memory) for size in possible}
     size = next((size for size in possible if shares[size] <= WEIGHTS_SHARE), possible[-1])
     if shares[size] >= 1:
@@ -212,8 +147,12 @@ def _choose_tensor_parallel(model: str, facts: SizeFacts, n_gpus: int, pipeline:
     return size
 
 
-def _sizes_of(settings: RolloutSettings) -> _Sizes:
-    """Return the parallel sizes of SGLANG_EXTRA_FLAGS and, for the tensor parallel size, of SGLANG_TP_SIZE."""
+def _parallel_sizes(settings: RolloutSettings) -> tuple[int | None, int, int, bool]:
+    """Return the tensor, pipeline and data parallel sizes of the settings, and whether attention's heads are split.
+
+    SGLANG_EXTRA_FLAGS win over SGLANG_TP_SIZE; a tensor parallel size of None is chosen by the model's size. With
+    data-parallel attention, the replicas share the GPUs of the tensor parallel group and do not split the heads.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=settings.sglang_tp_size)
     parser.add_argument("--pp-size", "--pipeline-parallel-size", "--pp", type=int, default=1)
@@ -223,77 +162,5 @@ def _sizes_of(settings: RolloutSettings) -> _Sizes:
         flags, _ = parser.parse_known_args(shlex.split(settings.sglang_extra_flags))
     except argparse.ArgumentError as error:
         raise ConfigurationError(f"SGLANG_EXTRA_FLAGS is {settings.sglang_extra_flags!r}: {error}") from error
-    # With data-parallel attention the replicas share the GPUs of the tensor parallel group.
     data = 1 if flags.enable_dp_attention else flags.dp_size
-    return _Sizes(flags.tp_size, flags.pp_size, data, splits_attention=not flags.enable_dp_attention)
-
-
-INDEX = "model.safetensors.index.json"
-ONE_FILE = "model.safetensors"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def read_config(model: str) -> Config | None:
-    """Return the language model's part of a model's config.json; None if there is no such file."""
-    config = _read_json(model, "config.json")
-    return None if config is None else {**config, **config.get("text_config", {})}
-
-
-def weight_bytes(model: str, config: Config, dtype: ComputeType) -> int | None:
-    """Return the bytes of a model's weights in the type that SGLang computes in; None if their size is not facts.
-
-    Args:
-        model: a directory, or a model of the hub.
-        config: from ``read_config``.
-        dtype: ENGINE_DTYPE; ``auto`` is the stored type, but two bytes a number for float32.
-    """
-    stored_bytes = _stored_bytes(model)
-    if stored_bytes is None or "quantization_config" in config:
-        return stored_bytes
-    stored = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    computed = _BYTES[dtype.value] if dtype is not ComputeType.AUTO else min(stored, 2)
-    return stored_bytes * computed // stored
-
-
-def _stored_bytes(model: str) -> int | None:
-    index = _read_json(model, INDEX)
-    if index is not None:
-        size = index.get("metadata", {}).get("total_size")  # Some published indices lack it.
-        return None if size is None else int(size)
-    path = Path(model) / ONE_FILE
-    if path.is_file():
-        return path.stat().st_size
-    return None if Path(model).is_dir() else _size_on_hub(model)
-
-
-def _read_json(model: str, name: str) -> Config | None:
-    path = Path(model) / name if Path(model).is_dir() else _fetch(model, name)
-    if path is None or not path.is_file():
-        return None
-    content: Config = json.loads(path.read_text("utf-8"))
-    return content
-
-
-def _fetch(model: str, name: str) -> Path | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-    try:
-        return Path(hf_hub_download(model, name))
-    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        log.debug("no file of the model", model=model, file=name, reason=str(error))
-        return None
-
-
-def _size_on_hub(model: str) -> int | None:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-    cached = try_to_load_from_cache(model, ONE_FILE)
-    if isinstance(cached, str):
-        return Path(cached).stat().st_size
-    try:
-        return get_hf_file_metadata(hf_hub_url(model, ONE_FILE)).size
-    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        log.debug("size of the model not known", model=model, reason=str(error))
-        return None
+    return flags.tp_size, flags.pp_size, data, not flags.enable_dp_attention

@@ -27,8 +27,9 @@ from services.core.machine import ComputeType
 from services.core.processes import Command
 from services.engines import placement
 from services.engines.engine import Engine, Requests, WorkerRefusedError, check_installed, listen_flags
-from services.engines.placement import Config, EnginePlace, SizeFacts, Split
+from services.engines.placement import EnginePlace, Split
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
+from services.engines.shape import Config, SizeFacts
 from services.engines.versions import FIRST_VERSION
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason

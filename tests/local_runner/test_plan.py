@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-import trainer.preflight.__main__  # noqa: F401  # before a test has to wait for it
+import trainer.capacity.__main__  # noqa: F401  # before a test has to wait for it
 from services.core.errors import ConfigurationError
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
@@ -184,20 +184,11 @@ def test_the_demos_settings_fit_one_node(here: Path, terminal: Terminal, tiny_mo
     assert "memory" in lines(terminal.plan("--env-file", DEMO, *options))
 
 
-@pytest.mark.parametrize(
-    ("options", "env", "told"),
-    [
-        (["--small"], {"MIN_WORKERS": 2}, "rollout-server has 1 node for 1 engine here; give --env MIN_WORKERS=1, or"),
-        ([], {"MIN_WORKERS": 3}, "give --env MIN_WORKERS=2, or --num-nodes rollout-server=3"),
-        ([], {"MIN_WORKERS": 3, "ROLLOUT_ENGINE": "embedded"}, "rollout-server has 2 nodes for 2 engines here; "),
-    ],
-)
-def test_more_workers_than_engines_are_refused(
-    terminal: Terminal, options: list[str], env: dict[str, object], told: str
-) -> None:
-    refusal = terminal.refusal(*options, DATASET="sums.jsonl", **env)
-    assert f"error: MIN_WORKERS is {env['MIN_WORKERS']}, but " in refusal
-    assert told in refusal
+def test_more_workers_than_engines_are_refused(terminal: Terminal) -> None:
+    for options, workers, env in ((["--small"], 2, {}), ([], 3, {}), ([], 3, {"ROLLOUT_ENGINE": "embedded"})):
+        refusal = terminal.refusal(*options, DATASET="sums.jsonl", MIN_WORKERS=workers, **env)
+        assert f"MIN_WORKERS is {workers}" in refusal
+        assert f"--num-nodes rollout-server={workers}" in refusal
 
 
 @pytest.fixture
@@ -254,20 +245,22 @@ def half(response): return 1.0 if response else 1 / 0
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "code", "said"),
     [
-        ("raises", "no answer has a reward: .*ZeroDivisionError"),
-        ("is_text", "no answer has a reward: .*'1.0', of type str"),
-        ("later", "no answer has a reward: .*coroutine"),
-        ("flat", "same reward at each of"),
-        ("half", "answers have no reward, the first with .*ZeroDivisionError"),
+        ("raises", 78, "ZeroDivisionError"),
+        ("is_text", 78, "'1.0', of type str"),
+        ("later", 78, "coroutine"),
+        ("flat", 0, "same reward"),
+        ("half", 0, "ZeroDivisionError"),
     ],
 )
-def test_a_dry_run_calls_the_reward_on_rows(here: Path, terminal: Terminal, function: str, said: str) -> None:
+def test_a_dry_run_calls_the_reward_on_rows(
+    here: Path, terminal: Terminal, function: str, code: int, said: str
+) -> None:
     (here / "theirs.py").write_text(REWARDS)
-    code, out, err = terminal.run("--dry-run", "--small", DATASET="sums.jsonl", REWARD_FN=f"theirs:{function}")
-    assert code == (78 if said.startswith("no answer") else 0)
-    assert re.search(said, err if code else out)
+    ended, out, err = terminal.run("--dry-run", "--small", DATASET="sums.jsonl", REWARD_FN=f"theirs:{function}")
+    assert ended == code
+    assert said in (err if code else out)
 
 
 def test_a_dry_run_refuses_what_a_run_would(here: Path, terminal: Terminal, tiny_model: Path) -> None:
@@ -308,24 +301,19 @@ def test_a_plan_shows_each_source(terminal: Terminal) -> None:
 
 
 @pytest.mark.usefixtures("mix")
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [
-        ("dataset: arithmetic", "dataset: gone.jsonl", "data-server: SOURCES mix.yaml, source 'sums': DATASET"),
-        ("dataset: sums.jsonl, r", "dataset: none.jsonl, r", "source 'files': DATASET 'none.jsonl' is empty"),
-        ("mine:near", "mine:nearer", "reward-server: SOURCES mix.yaml, source 'files': REWARD_FN 'mine:nearer'"),
-        ("ratio: 2", "ratio: .nan", "SOURCES mix.yaml, line 2: ratio is nan"),
-        ("dataset: arithmetic", "rollout: environment", "needs gateway and environment-server"),
-        ("group_size: 4", "group_size: 1", "source 'files': GROUP_SIZE is 1"),
-        ("group_size: 4", "loss: gspo", "mix.yaml, line 3: 'loss'"),
-    ],
-)
-def test_sources_that_cannot_run_are_refused_before_the_run(
-    here: Path, terminal: Terminal, old: str, new: str, told: str
-) -> None:
-    assert old in MIX
-    (here / "mix.yaml").write_text(MIX.replace(old, new))
-    assert told in terminal.refusal("--small", SOURCES="mix.yaml", MAX_STEPS=4)
+def test_sources_that_cannot_run_are_refused_before_the_run(here: Path, terminal: Terminal) -> None:
+    for old, new, named in (
+        ("dataset: arithmetic", "dataset: gone.jsonl", "source 'sums': DATASET"),
+        ("dataset: sums.jsonl, r", "dataset: none.jsonl, r", "source 'files': DATASET"),
+        ("mine:near", "mine:nearer", "source 'files': REWARD_FN"),
+        ("ratio: 2", "ratio: .nan", "line 2: ratio"),
+        ("dataset: arithmetic", "rollout: environment", "ROLLOUT"),
+        ("group_size: 4", "group_size: 1", "source 'files': GROUP_SIZE"),
+        ("group_size: 4", "loss: gspo", "line 3: 'loss'"),
+    ):
+        assert old in MIX
+        (here / "mix.yaml").write_text(MIX.replace(old, new))
+        assert named in terminal.refusal("--small", SOURCES="mix.yaml", MAX_STEPS=4)
 
 
 @pytest.mark.usefixtures("mix")

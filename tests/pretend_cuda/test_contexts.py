@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig
 
-from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.compiled import kept_bytes
 from tests.pretend_cuda.learner import (
     packed_sequences,
@@ -24,12 +23,13 @@ from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import with_layers
 from tests.trainer.tiny import random_groups, with_heads_of
 from trainer.algorithm.attention_layout import TILE
+from trainer.capacity.catalogue import CONFIGS
+from trainer.capacity.need import CUDA_CONTEXT, needed, stored_bytes, uncompiled_layer_bytes
+from trainer.capacity.shape import ModelShape
+from trainer.capacity.work import USABLE, work_of
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
 from trainer.model.optimizer import make_optimizer
-from trainer.preflight import sizes
-from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import CUDA_CONTEXT, USABLE, needed, stored_bytes, work_of
 
 pytestmark = pytest.mark.cuda
 
@@ -88,7 +88,7 @@ def peak(config: PretrainedConfig, settings: TrainerSettings) -> int:
 
 def test_a_sequence_of_128k_tokens_takes_the_bytes_that_the_preflight_says(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compilation(monkeypatch)
-    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
+    monkeypatch.setattr("trainer.capacity.need.layer_bytes", uncompiled_layer_bytes)
     settings, shape = settings_of(True), ModelShape.of(MODEL)
     few, more = (peak(with_layers(MODEL, n), settings) for n in DEPTHS)
     counted = more + (MODEL.num_hidden_layers - DEPTHS[1]) * (more - few) // (DEPTHS[1] - DEPTHS[0])

@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
-from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.compiled import kept_bytes
 from tests.pretend_cuda.learner import (
     bytes_of_device,
     tracked_pass,
     without_compilation,
 )
+from trainer.capacity.catalogue import CONFIGS
+from trainer.capacity.need import CUDA_CONTEXT, needed, stored_bytes, uncompiled_layer_bytes
+from trainer.capacity.shape import ModelShape
+from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
-from trainer.preflight import sizes
-from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import CUDA_CONTEXT, needed, stored_bytes, work_of
 
 pytestmark = pytest.mark.cuda
 
@@ -43,7 +43,7 @@ class Step:
 def _without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what autograd keeps without a compiler, and expect that."""
     without_compilation(monkeypatch)
-    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
+    monkeypatch.setattr("trainer.capacity.need.layer_bytes", uncompiled_layer_bytes)
 
 
 def step(config: PretrainedConfig, *, has_checkpointing: bool) -> Step:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import (
     bytes_of_device,
     packed_sequences,
@@ -21,10 +20,11 @@ from tests.pretend_cuda.learner import (
 from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import RANKS, SEQUENCE, TOKENS, with_layers
 from tests.pretend_cuda.test_step import is_copy_to_the_device
+from trainer.capacity.catalogue import CONFIGS
+from trainer.capacity.need import CUDA_CONTEXT, needed, uncompiled_layer_bytes
+from trainer.capacity.shape import ModelShape
+from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
-from trainer.preflight import sizes
-from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import CUDA_CONTEXT, needed, work_of
 
 pytestmark = pytest.mark.cuda
 
@@ -39,7 +39,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return tensor
 
     without_compilation(monkeypatch)
-    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
+    monkeypatch.setattr("trainer.capacity.need.layer_bytes", uncompiled_layer_bytes)
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
     return tensors

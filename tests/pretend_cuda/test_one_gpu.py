@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
 from local_runner.spec import env_file
-from scripts.launch.models import CONFIGS
 from tests.pretend_cuda.learner import (
     bytes_of_device,
     packed_sequences,
@@ -28,26 +27,25 @@ from tests.pretend_cuda.learner import (
     without_compilation,
 )
 from tests.pretend_cuda.test_memory import DEPTHS, with_layers
+from trainer.capacity.catalogue import CONFIGS
+from trainer.capacity.need import BETWEEN_STEPS, needed, uncompiled_layer_bytes
+from trainer.capacity.shape import ModelShape
+from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
 from trainer.model.sharding import leave_gpu
-from trainer.preflight import sizes
-from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import BETWEEN_STEPS, needed, work_of
 from trainer.rank_calls import RankCalls
 
 pytestmark = pytest.mark.cuda
 
 SEQUENCE = 1024
-PRESET = Path(__file__).parents[2] / "examples/one-gpu.env"
-LABELS = ("0.5B", "1.5B")
-"""The models of docs/guides/one-gpu.md."""
+LABELS, PRESET = ("0.5B", "1.5B"), Path(__file__).parents[2] / "examples/one-gpu.env"
 
 
 @pytest.fixture(autouse=True)
 def _countable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave layers to eager execution, and let MemTracker, which hooks every parameter, pass over frozen ones."""
     without_compilation(monkeypatch)
-    monkeypatch.setattr(sizes, "layer_bytes", sizes.uncompiled_layer_bytes)
+    monkeypatch.setattr("trainer.capacity.need.layer_bytes", uncompiled_layer_bytes)
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         monkeypatch.setattr(Tensor, name, partialmethod(_register, getattr(Tensor, name)))
 

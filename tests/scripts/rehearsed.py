@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -27,12 +26,6 @@ def raising(response: str, ground_truth: str) -> float:
 def nan(response: str) -> float:
     """Return no number for an answer without words."""
     return float("nan") if not response else 0.0
-
-
-def sleepy(response: str, ground_truth: str) -> float:
-    """Take a second."""
-    time.sleep(1)
-    return float(response == ground_truth)
 
 
 async def silent(example: Example, **endpoint: Any) -> float:

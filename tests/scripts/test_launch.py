@@ -15,13 +15,10 @@ from typer.testing import CliRunner
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
-from scripts.launch.models import find_model
-from scripts.launch.plan import accelerators, job_group_of
-from scripts.launch.prediction import Batch, trainer_work
-from scripts.launch.sizes import Layout, changes, volume_gibibytes
+from scripts.launch.plan import accelerators
 from services.core.errors import ConfigurationError
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
-from trainer.preflight.sizes import needed
+from trainer.capacity.catalogue import find_model
 
 APP = typer.Typer()
 APP.command()(main)
@@ -35,13 +32,13 @@ def launch(tmp_path: Path, *arguments: str) -> tuple[str, str]:
     return done.output, path.read_text()
 
 
-def refusal(tmp_path: Path, *arguments: str) -> str:
+def refused(tmp_path: Path, *arguments: str) -> str:
     """Return why a launch is refused."""
     done = CliRunner().invoke(APP, [*arguments, "--dry-run", "--output", str(tmp_path)])
-    assert isinstance(done.exception, ConfigurationError | SystemExit), done.output
-    assert done.exit_code != 0
+    is_configuration = isinstance(done.exception, ConfigurationError)
+    assert is_configuration or done.exit_code == 2, (arguments, done.output)
     assert not list(tmp_path.glob("*"))
-    return f"{done.output}{done.exception}"
+    return str(done.exception) if is_configuration else done.output
 
 
 @pytest.fixture(autouse=True)
@@ -50,38 +47,25 @@ def no_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skypilot, "interpreter", lambda: None)
 
 
-@pytest.mark.parametrize(("label", "engines"), [("0.5B", 8), ("70B", 2)])
-def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines: int) -> None:
-    given = ["--env", "BATCH_SIZE=128", "--env", "GROUP_SIZE=16", "--env", "MAX_NEW_TOKENS=2048"]
-    given += ["--env", "PUBLISH_TRANSPORT=disk"]
-    nodes = ["--rollout-nodes", "5", "--trainer-nodes", "6", "--gpus", "H100:8"]
-    model = find_model(label)
-    _, text = launch(tmp_path, "--model", model.name, *nodes, *given)
-    values = job_group_text.values(text)
-    need = needed(model.shape, trainer_work(model, Batch(), 6, 8))
-    for (task, key), value in changes(model, Layout(5, 8, 6, 8), need, engines).items():
-        assert values[task, key] == (f"[{value}]" if "accelerators" in key else value), (task, key)
-    volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
-    assert volume["size"] == f"{volume_gibibytes(need)}Gi"
-    assert volume["config"]["access_mode"] == "ReadWriteMany"
-    assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(5 * engines // 2)
-
-
-def test_rollout_nodes_are_sized_by_their_engines(tmp_path: Path) -> None:
-    for arguments, workers, cpus, gigabytes in [
-        (["--model", "8B", "--gpus", "H100:8"], 16, 32, 192),
-        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], 4, 16, 96),
+def test_nodes_have_cpus_memory_and_a_volume_for_the_model_and_its_engines(tmp_path: Path) -> None:
+    """MIN_WORKERS, CPUs and gigabytes of a rollout node, gigabytes of a trainer node, gibibytes of the volume."""
+    for arguments, expected in [
+        (["--model", "8B", "--gpus", "H100:8"], (16, 32, 192, 224, 600)),
+        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], (4, 16, 96, 224, 600)),
         # Four engines of two GPUs on an A100's node, eight of one on an H200's, and SkyPilot takes either.
-        (["--model", "32B", "--gpus", "H200:8", "--rollout-gpus", "A100-80GB:8,H200:8"], 8, 32, 672),
-        (["--model", "0.5B", "--gpus", "L4:1"], 2, 8, 32),
-        (["--model", "0.5B", "--gpus", "H100:8", "--env", "ROLLOUT_ENGINE=embedded"], 2, 16, 32),
-        (["--model", "8B", "--gpus", "H100:8", "--env", "MIN_WORKERS=3"], 3, 32, 192),
+        (["--model", "32B", "--gpus", "H200:8", "--rollout-gpus", "A100-80GB:8,H200:8"], (8, 32, 672, 736, 2100)),
+        (["--model", "0.5B", "--gpus", "L4:1"], (2, 8, 32, 64, 200)),
+        (["--model", "0.5B", "--gpus", "H100:8", "--env", "ROLLOUT_ENGINE=embedded"], (2, 16, 32, 64, 200)),
+        (["--model", "8B", "--gpus", "H100:8", "--env", "MIN_WORKERS=3"], (3, 32, 192, 224, 600)),
     ]:
         _, text = launch(tmp_path, *arguments, "--rollout-nodes", "4", "--trainer-nodes", "4")
         values = job_group_text.values(text)
-        assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers)
-        assert values["rollout-server", "resources.cpus"] == f"{cpus}+"
-        assert values["rollout-server", "resources.memory"] == f"{gigabytes}+"
+        keys = [("rollout-server", "cpus"), ("rollout-server", "memory"), ("ppo-trainer", "memory")]
+        sizes = [values[task, f"resources.{key}"].rstrip("+") for task, key in keys]
+        volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
+        assert volume["config"]["access_mode"] == "ReadWriteMany"
+        workers = values["ppo-trainer", "envs.MIN_WORKERS"]
+        assert tuple(map(int, [workers, *sizes, volume["size"].removesuffix("Gi")])) == expected, arguments
 
 
 def test_a_volume_is_at_least_as_large_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +110,13 @@ def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Pat
     assert [line for line in before.splitlines() if "#" in line] == [line for line in text.splitlines() if "#" in line]
     sources = {
         (line.split("  ")[0], line.split()[-4]): line.split()[-1]
-        for line in output.splitlines()
+        for line in map(str.rstrip, output.splitlines())
         if line.endswith(("given", "derived")) and "[" not in line and "MODEL_NAME" not in line
     }
     assert sources["ppo-trainer", "resources.memory"] == sources["ppo-trainer", "MIN_WORKERS"] == "derived"
     assert sources["ppo-trainer", "MAX_STEPS"] == sources["rollout-server", "num_nodes"] == "given"
     # The sums over nodes: 2 x 8 and 4 x 8 GPUs.
-    assert "together            9    48" in output
+    assert ["together", "9", "48"] in [line.split()[:3] for line in output.splitlines()]
 
 
 def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) -> None:
@@ -142,7 +126,7 @@ def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) ->
     assert {name: values["ppo-trainer", f"envs.{name}"] for name in preset} == preset
     assert values["ppo-trainer", "num_nodes"] == "1"
     assert values["rollout-server", "num_nodes"] == written["rollout-server", "num_nodes"] == "2"
-    rows = {tuple(line.split()[-4:]) for line in output.splitlines() if line.endswith(" preset")}
+    rows = {tuple(line.split()[-4:]) for line in output.splitlines() if line.split()[-1:] == ["preset"]}
     assert rows == {
         ("num_nodes", "2", "1", "preset"),
         ("BATCH_SIZE", "4", "128", "preset"),
@@ -150,7 +134,6 @@ def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) ->
         ("GROUP_SIZE", "-", "16", "preset"),
         ("PUBLISH_TRANSPORT", "-", "broadcast", "preset"),
     }
-    assert "preset: a batch that fills the GPUs (examples/gpu.env); options replace it, and --stock" in output
     assert "MICRO_BATCH_TOKENS" not in output
 
 
@@ -159,40 +142,32 @@ EIGHT_B = ["--model", "8B", "--gpus", "H100:4", "--rollout-gpus", "H100:1"]
 
 
 BALANCED = [
-    (EIGHT_B, 3, 1, "3 instead of 2: the trainer has 85% of the engines' work; with 2, the trainer has 50%"),
+    (EIGHT_B, 3, 1),
     # Eight engines of one GPU on each node.
-    (["--model", "8B", "--gpus", "H100:8"], 2, 8, ""),
-    # Engines of an L4 have more of its bandwidth than the trainer has of its operations.
-    (ONE_L4, 1, 1, "1 instead of 2: the engines have 90% of the trainer's work; with 2, the engines have 54%"),
-    # The longest completion takes as long however many engines there are.
-    (["--model", "0.5B", "--gpus", "H100:8"], 2, 8, "60% cannot be reached, at best 21% with 30; with 2, the trainer"),
-    ([*EIGHT_B, "--rollout-nodes", "2"], 2, 1, ""),
-    ([*EIGHT_B, "--agent", "mine:solve"], 2, 1, ""),
-    ([*EIGHT_B, "--env", "ROLLOUT_ENGINE=embedded"], 2, 1, ""),
-    ([*ONE_L4, "--env", "MIN_WORKERS=2"], 2, 2, "60% cannot be reached, at best 54% with 2; with 2, the engines"),
-    ([*ONE_L4, "--stock"], 2, 1, ""),
+    (["--model", "8B", "--gpus", "H100:8"], 2, 8),
+    ([*EIGHT_B, "--rollout-nodes", "2"], 2, 1),
+    ([*EIGHT_B, "--agent", "mine:solve"], 2, 1),
+    ([*EIGHT_B, "--env", "ROLLOUT_ENGINE=embedded"], 2, 1),
+    ([*ONE_L4, "--env", "MIN_WORKERS=2"], 3, 2),
+    ([*ONE_L4, "--stock"], 2, 1),
 ]
 
 
 def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(tmp_path: Path) -> None:
-    for arguments, nodes, workers, reason in BALANCED:
+    for arguments, nodes, workers in BALANCED:
         output, text = launch(tmp_path, *arguments)
         values = job_group_text.values(text)
         assert values["rollout-server", "num_nodes"] == str(nodes), arguments
         assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers), arguments
-        said = [line for line in output.splitlines() if line.startswith("rollout nodes: ")]
-        assert len(said) == bool(reason), arguments
-        assert all(line.startswith(f"rollout nodes: {reason}") for line in said)
-        rows = {tuple(line.split()) for line in output.splitlines() if "num_nodes" in line and "preset" in line}
-        assert (("rollout-server", "num_nodes", "2", "3", "preset") in rows) == (nodes == 3)
+        rows = {tuple(line.split()) for line in output.splitlines() if "num_nodes" in line}
+        assert (("rollout-server", "num_nodes", "2", str(nodes), "preset") in rows) == (nodes != 2)
+        assert any(line.startswith("rollout nodes: ") for line in output.splitlines()) == (nodes != 2)
 
 
 def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path) -> None:
     for name in ("ROLLOUT_ENGINE=embedded", "CUDA_VISIBLE_DEVICES=", "ENGINE_SLEEPS=true"):
         _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
         assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
-    with pytest.raises(ConfigurationError, match="PUBLISH_TRANSPORT"):
-        job_group_of({"PUBLISH_TRANSPORT": "local"}, asynchronous=False)
 
 
 def test_a_program_gets_the_job_group_of_agents(tmp_path: Path) -> None:
@@ -218,8 +193,7 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert job_group_text.values(text)["ppo-trainer", "resources.image_id"] == "'docker:r/grpo:1-colocated'"
     (tmp_path / "jobgroup.yaml").unlink()
     (tmp_path / "volume.yaml").unlink()
-    more = refusal(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
-    assert f"It fits with ENGINE_MAX_TOTAL_TOKENS={tokens}" in more
+    assert "ENGINE_MAX_TOTAL_TOKENS" in refused(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
 
 
 def test_an_engine_on_the_trainers_gpus_has_room_for_an_answer_even_if_it_gets_one_a_step(tmp_path: Path) -> None:
@@ -273,7 +247,7 @@ def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
     )
     assert (tmp_path / "jobgroup.yaml").exists()
     assert job_group_text.values(text)["ppo-trainer", "envs.MIN_WORKERS"] == "1"
-    assert "together            7     2" in output
+    assert ["together", "7", "2"] in [line.split()[:3] for line in output.splitlines()]
 
 
 def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_path: Path) -> None:
@@ -293,7 +267,7 @@ def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_pa
 def test_shapes_of_common_models_need_no_network() -> None:
     """By the numbers of parameters on the models' own pages."""
     for name, billions in [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]:
-        assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+        assert find_model(name).shape.parameters / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 SHORT = ("--env", "MAX_NEW_TOKENS=64")
@@ -310,51 +284,38 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
 
 
 COLOCATED = ["--gpus", "H100:8", "--colocate"]
-TOO_LARGE = [
-    (["--model", "8B", "--stock"], "79.2 GiB"),
-    (["--model", "8B", "--stock"], "MICRO_BATCH_TOKENS=2048"),
-    (["--model", "8B", "--trainer-nodes", "1", "--stock"], "--gpus H100:4, or with CPU_OFFLOAD=true and 247.1 GiB"),
-    (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1", "--stock"], "--gpus L4:2, or with CPU_OFFLOAD=true"),
-    (["--model", "70B", "--gpus", "H100:8", "--stock"], "--trainer-nodes 3, or with CPU_OFFLOAD=true and 2126.7 GiB"),
-    (["--model", "32B", "--gpus", "L4:1"], "--rollout-gpus L4:4"),
-    (["--model", "70B", "--gpus", "A10G:1"], "--rollout-gpus A10G:8"),
-    ([*COLOCATED, "--model", "32B"], "PUBLISH_TRANSPORT=disk, CPU_OFFLOAD=true and "),
-]
 REFUSED = [
-    (["--model", "8B", "--gpus", "V100:1"], "V100 has no bfloat16"),
-    (["--model", "8B", "--gpus", "t4:1"], "known are H100"),
-    (["--model", "8B", "--gpus", "RTX4090:8"], "`accelerators`"),
-    (["--model", "8B", "--gpus", "H100:0"], "NAME:COUNT"),
-    (["--model", "8B", "--gpus", "H100 8"], "NAME:COUNT"),
+    (["--model", "8B", "--stock"], "MICRO_BATCH_TOKENS"),
+    (["--model", "70B", "--gpus", "H100:8", "--stock"], "CPU_OFFLOAD"),
+    (["--model", "32B", "--gpus", "L4:1"], "--rollout-gpus"),
+    ([*COLOCATED, "--model", "32B"], "CPU_OFFLOAD"),
+    (["--model", "8B", "--gpus", "V100:1"], "--gpus V100:1"),
+    (["--model", "8B", "--gpus", "H100:0"], "--gpus H100:0"),
+    (["--model", "8B", "--gpus", "H100 8"], "--gpus H100 8"),
     (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
-    (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
-    (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
-    (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "14 attention heads"),
-    (["--model", "8B", "--rollout-nodes", "2", "--gpus", "H100:8", "--env", "MIN_WORKERS=17"], "MIN_WORKERS is 17"),
-    (["--image", "registry.example.org:5000/grpo"], "tag"),
-    (["--image", "grpo@sha256:0123"], "--image grpo:v1"),
-    (["--model", "no-such-directory/model"], "config.json"),
+    (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "SGLANG_TP_SIZE"),
+    (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "SGLANG_TP_SIZE"),
+    (["--model", "8B", "--rollout-nodes", "2", "--gpus", "H100:8", "--env", "MIN_WORKERS=17"], "MIN_WORKERS"),
+    (["--image", "registry.example.org:5000/grpo"], "--image"),
+    (["--image", "grpo@sha256:0123"], "--image"),
+    (["--model", "no-such-directory/model"], "--model"),
     (["--model", "0.5B", "--env", "BATCHSIZE=4"], "BATCH_SIZE"),
     (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
-    (["--model", "0.5B", "--env", "DATASET=README.md"], ".jsonl or .parquet"),
-    (["--model", "0.5B", "--env", "DATASET=none.jsonl"], "DATASET 'none.jsonl'"),
-    (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
+    (["--model", "0.5B", "--env", "DATASET=README.md"], "DATASET"),
+    (["--model", "0.5B", "--env", "DATASET=none.jsonl"], "DATASET"),
+    (["--model", "0.5B", "--env", "PUBLISH_TRANSPORT=local"], "PUBLISH_TRANSPORT"),
+    (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "--environment"),
     (["--model", "0.5B", "--env", "ADVANTAGE=gdpo", "--env", "GDPO_WEIGHTS=tone=1"], "GDPO_WEIGHTS"),
     (["--model", "0.5B", "--gpus", "H100:1", "--colocate", "--env", "COLOCATE=false"], "COLOCATE"),
-    ([*COLOCATED, "--rollout-nodes", "2"], "--colocate has no rollout nodes"),
-    ([*COLOCATED, "--async"], "sleep"),
-    ([*COLOCATED, "--agent", "mine:solve"], "jobgroups/colocated.yaml"),
+    ([*COLOCATED, "--rollout-nodes", "2"], "--colocate"),
+    ([*COLOCATED, "--async"], "--async"),
+    ([*COLOCATED, "--agent", "mine:solve"], "--agent"),
 ]
-
-
-def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
-    for arguments, named in TOO_LARGE:
-        assert named in refusal(tmp_path, *arguments), arguments
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     for arguments, named in REFUSED:
-        assert named in refusal(tmp_path, *arguments), arguments
+        assert named in refused(tmp_path, *arguments), arguments
 
 
 def test_a_file_that_nodes_do_not_get_is_said(
@@ -418,7 +379,7 @@ def test_without_a_terminal_a_launch_needs_a_yes_and_prints_the_line(
     assert done.exit_code == 2
     assert not launched
     line = done.output.splitlines()[-1]
-    assert line.startswith("launch: there is no terminal on which to ask about 5 nodes with 2 GPUs; to launch them: ")
+    assert line.startswith("launch: there is no terminal on which to ask about 6 nodes with 3 GPUs; to launch them: ")
     assert line.endswith(f"--model 0.5B --gpus L4:1 --secret HF_TOKEN --output {tmp_path} --yes")
     assert ".venv/bin/grpo launch " in line
     assert CliRunner().invoke(APP, [*arguments, "--yes"]).exit_code == 0
@@ -429,7 +390,7 @@ def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, 
     for answer, code in [("n\n", 1), ("\n", 1), ("y\n", 0)]:
         with patch("typer.testing._NamedTextIOWrapper.isatty", return_value=True, create=True):
             done = CliRunner().invoke(APP, [*ONE_L4, "--output", str(tmp_path)], input=answer)
-        assert "Launch 5 nodes with 2 GPUs? [y/N]" in done.output
+        assert "Launch 6 nodes with 3 GPUs? [y/N]" in done.output
         assert done.exit_code == code
         assert len(launched) == (code == 0)
 
@@ -566,4 +527,4 @@ def test_sources_choose_the_job_group_and_reach_its_nodes(tmp_path: Path, monkey
     assert tasks["ppo-trainer"]["envs"]["ROLLOUT"] == "completion"
     monkeypatch.chdir(tmp_path / "below")
     (tmp_path / "none").mkdir()
-    assert "put it there, and name it from there, as in SOURCES=mix.yaml" in refusal(tmp_path / "none", *options)
+    assert "SOURCES" in refused(tmp_path / "none", *options)

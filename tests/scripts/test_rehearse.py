@@ -14,13 +14,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scripts.launch.models import CONFIGS
-from scripts.rehearse import stand_in
+from scripts.rehearse import rehearsal
 from scripts.rehearse.__main__ import main
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
+from services.core.errors import ConfigurationError
 from tests.ports import free_port
 from tests.services.core.hub_stand_in import MODEL, serving
 from tests.toy_models import byte_tokenizer
+from trainer.capacity.catalogue import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 APP = typer.Typer()
@@ -61,10 +62,10 @@ def dataset(path: Path, rows: list[dict[str, str]]) -> str:
     return str(path)
 
 
-def rehearse(model: Path, *options: str, gpus: str = "H100:8", **settings: str) -> tuple[int, str]:
+def rehearse(model: Path, *options: str, **settings: str) -> tuple[int, str]:
     """Return the exit code of a rehearsal and what it printed."""
     env = [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
-    done = CliRunner().invoke(APP, ["--model", str(model), "--gpus", gpus, *options, *env])
+    done = CliRunner().invoke(APP, ["--model", str(model), *options, *env])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
 
@@ -81,36 +82,29 @@ def finds(found: tuple[int, str], *sentences: str) -> None:
 
 
 def test_a_stand_in_is_small_and_speaks_as_the_model_does(tmp_path: Path) -> None:
-    model = target(tmp_path / "model")
-    small = stand_in.make(str(model), tmp_path / "small")
-    assert small.is_random
-    assert small.parameters < stand_in.MOST_PARAMETERS / 100
-    before, after = (load_tokenizer(str(path)) for path in (model, small.directory))
+    model, small = target(tmp_path / "model"), tmp_path / "small"
+    rehearsal.make_stand_in(str(model), small)
+    assert (small / "model.safetensors").stat().st_size < 1e6
+    before, after = (load_tokenizer(str(path)) for path in (model, small))
     assert tokenizer_digest(before) == tokenizer_digest(after)
-    config = json.loads((small.directory / "config.json").read_text())
-    assert (config["vocab_size"], config["max_position_embeddings"]) == (512, 4096)
-    assert config["eos_token_id"] == before.eos_token_id
+    config, of_model = (json.loads((path / "config.json").read_text()) for path in (small, model))
+    for name in ("model_type", "vocab_size", "max_position_embeddings", "eos_token_id"):
+        assert config[name] == of_model[name], name
 
 
-def test_a_small_model_stands_in_for_itself(tiny_model: Path, tmp_path: Path) -> None:
-    small = stand_in.make(str(tiny_model), tmp_path / "small")
-    assert (small.directory, small.is_random) == (tiny_model, False)
-    assert not (tmp_path / "small").exists()
-
-
-def test_a_model_of_a_type_that_the_engine_lacks_has_a_llama_as_stand_in(tmp_path: Path) -> None:
+def test_a_model_of_a_type_that_the_engine_lacks_is_refused(tmp_path: Path) -> None:
     model = target(tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
     (model / "config.json").write_text(json.dumps(config))
-    small = stand_in.make(str(model), tmp_path / "small")
-    assert json.loads((small.directory / "config.json").read_text())["model_type"] == "llama"
+    with pytest.raises(ConfigurationError, match="MODEL_NAME"):
+        rehearsal.make_stand_in(str(model), tmp_path / "small")
 
 
 @pytest.mark.slow
 def test_of_a_model_on_the_hub_everything_but_the_weights_is_downloaded(tmp_path: Path) -> None:
     served = target(tmp_path / "served")
     (served / "model.safetensors").write_bytes(b"16 GB")
-    command = ["rehearse", "--model", MODEL, "--gpus", "H100:8", "--steps", "0"]
+    command = ["rehearse", "--model", MODEL, "--steps", "0"]
     command += ["--env", "BATCH_SIZE=4", "--env", "UPDATES_PER_BATCH=8"]
     with serving(served, tmp_path / "cache") as (hub, variables):
         environment = os.environ | variables
@@ -128,29 +122,26 @@ def test_settings_that_do_not_fit_together_are_found_before_anything_is_read(tmp
 
 
 @slow
-def test_mistakes_in_rewards_and_lengths_are_found(tmp_path: Path) -> None:
+def test_mistakes_in_rewards_are_found(tmp_path: Path) -> None:
     file = "tests/scripts/rehearsed_rewards.yaml"
     found = rehearse(target(tmp_path), "--steps", "0", SOURCES=file, MAX_STEPS="9")
     finds(
         found,
-        "rehearsed:constant of constant: a right, an empty and a senseless answer have the same reward",
+        "rewards of constant: a right, an empty and a senseless answer have the same reward",
         "ValueError: substring not found",
         "answers have no reward, the first with error for the answer '' to nan/train/",
-        "answers/s here, and 2048 a step; make REWARD_FN faster",
-        "prompts of long have no room for answers of 4090 tokens in a context of 4096",
     )
 
 
 @slow
-def test_a_misspelt_column_a_template_without_a_generation_prompt_and_small_gpus(tmp_path: Path) -> None:
+def test_a_misspelt_column_and_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
     found = rehearse(
         target(tmp_path / "model", TOOLS + TURNS),
         *("--steps", "0"),
-        gpus="L4:1",
         DATASET=dataset(tmp_path / "rows.jsonl", ROWS),
         GROUND_TRUTH_COLUMN="anwser",
     )
-    finds(found, "anwser", "has no generation prompt", "ppo-trainer on L4:1")
+    finds(found, "anwser", "has no generation prompt")
 
 
 @slow
@@ -161,7 +152,7 @@ def test_a_missing_prompt_column_and_a_turn_that_ends_with_no_end_token(tmp_path
     finds(
         found,
         "has none of the columns question, prompt, problem",
-        "ends an answer with '<|im_end|>', which is not an end token",
+        "ends an answer with '<|im_end|>'",
     )
 
 
@@ -173,7 +164,7 @@ def test_rows_without_answers_and_a_model_without_an_end_token(tmp_path: Path) -
 
 
 @slow
-def test_too_few_rows_for_a_batch_and_a_judge_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_judge_that_does_not_answer(tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.yaml"
     rubric.write_text("criteria:\n- name: short\n  text: The answer is short.\n")
     found = rehearse(
@@ -185,13 +176,8 @@ def test_too_few_rows_for_a_batch_and_a_judge_that_does_not_answer(tmp_path: Pat
         JUDGE_MODEL="judge",
         JUDGE_SECONDS="5",
         JUDGE_RUBRIC=str(rubric),
-        NUM_EPOCHS="1",
     )
-    finds(
-        found,
-        "REWARD_FN=exact_match=1,judge=0.5: no answer was tried, because judge did not answer POST http",
-        "BATCH_SIZE is 128, but the data have",
-    )
+    finds(found, "judge did not answer POST http")
 
 
 @slow
@@ -219,5 +205,4 @@ def test_mistakes_of_agents_and_environments_are_found_by_a_run(tmp_path: Path) 
 def test_a_launch_without_a_mistake_is_ready(tmp_path: Path) -> None:
     code, text = rehearse(target(tmp_path), DATASET="arithmetic", REWARD_FN="exact_match", MAX_NEW_TOKENS="32")
     assert code == 0, text
-    for part in ("right 1, empty 0, nonsense 0", "random text: share cut off"):
-        assert part in text
+    assert "step 2" in text

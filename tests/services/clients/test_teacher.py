@@ -29,11 +29,11 @@ from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import plain_forward, plain_model
 from toys import arithmetic
 from trainer.algorithm.packing import TrainingGroup
+from trainer.capacity.__main__ import unreachable_teachers
 from trainer.checkpoints.admission import TeacherPrint
 from trainer.config import TrainerSettings
 from trainer.model.ranks import join_ranks
 from trainer.model.teachers import check_endpoints
-from trainer.preflight.__main__ import unreachable_teachers
 from trainer.rollouts.groups import Answers, Completions, GroupMaker
 
 T = TypeVar("T")

@@ -16,9 +16,10 @@ from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
-from services.engines.placement import EnginePlace, SizeFacts, can_split, place_engines, size_facts, weight_bytes
+from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import Embedded, SGLang
+from services.engines.shape import SizeFacts, can_split, weight_bytes
 from services.rollout_server.node_addresses import choose_addresses
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
@@ -89,12 +90,6 @@ def test_a_node_has_as_many_engines_as_its_memory_allows(
     assert [device for place in found for device in place.devices] == [str(index) for index in range(engines * size)]
 
 
-def test_a_model_larger_than_the_node_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend_gpus(monkeypatch, tmp_path, 24, 24)
-    with pytest.raises(ConfigurationError, match=r"weights take 131.4 GiB, and the largest .* 2 GPUs of 24.0 GiB"):
-        places(model(tmp_path, "Llama-3.3-70B"), 2)
-
-
 def test_without_sizes_one_engine_has_as_many_gpus_as_can_be_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -118,21 +113,26 @@ def test_sizes_that_the_user_gives_win(fields: dict[str, Any], devices: list[str
     assert [",".join(place.devices) for place in places("no/model", **fields)] == devices
 
 
-def test_an_engine_larger_than_the_node_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"an engine needs 4 GPUs .* and this node has 2; lower"):
-        places("no/model", 2, sglang_tp_size=4)
+REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
+    ("Llama-3.3-70B", 2, {}, "MODEL_NAME"),
+    ("Qwen3-8B", 2, {"sglang_tp_size": 4}, "SGLANG_TP_SIZE"),
+    ("Qwen3-8B", 8, {"sglang_tp_size": 3}, "SGLANG_TP_SIZE"),
+    ("Qwen2.5-0.5B", 8, {"sglang_tp_size": 4}, "SGLANG_TP_SIZE"),
+    ("Qwen3-8B", 2, {"sglang_extra_flags": "--pp-size 4"}, "SGLANG_EXTRA_FLAGS"),
+    ("Qwen3-8B", 2, {"sglang_extra_flags": "--tp-size many"}, "SGLANG_EXTRA_FLAGS"),
+]
 
 
-def test_sizes_that_do_not_divide_the_gpus_or_the_heads_are_refused_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"SGLANG_TP_SIZE is 3; for the 8 GPUs of a node, allowed are 1, 2, 4, 8"
-    ):
-        places("no/model", 8, sglang_tp_size=3)
-    small = model(tmp_path, "Qwen2.5-0.5B")
-    with pytest.raises(ConfigurationError, match=r"SGLANG_TP_SIZE is 4; .* the 14 attention heads of .* are 1, 2$"):
-        places(small, 8, sglang_tp_size=4)
+def test_engines_that_a_node_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_gpus(monkeypatch, tmp_path, 24, 24)
+    for name, gpus, fields, variable in REFUSED:
+        with pytest.raises(ConfigurationError, match=variable):
+            places(model(tmp_path, name), gpus, **fields)
+
+
+def test_replicas_that_share_attention_do_not_split_its_heads(tmp_path: Path) -> None:
     flags = "--dp-size 4 --enable-dp-attention"
-    assert len(places(small, 8, sglang_tp_size=4, sglang_extra_flags=flags)) == 2
+    assert len(places(model(tmp_path, "Qwen2.5-0.5B"), 8, sglang_tp_size=4, sglang_extra_flags=flags)) == 2
 
 
 def test_engines_share_the_gpus_that_the_node_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

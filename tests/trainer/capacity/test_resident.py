@@ -6,10 +6,11 @@ import pytest
 
 from benchmarks.job import ROOT
 from benchmarks.update import PRETRAINED, Work, run
+from trainer.capacity.need import PROCESSOR_PROCESS_BYTES, needed
+from trainer.capacity.shape import ModelShape
+from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
-from trainer.preflight.shape import ModelShape
-from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed, work_of
 
 
 @pytest.mark.slow

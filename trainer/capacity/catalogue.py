@@ -1,19 +1,14 @@
-"""The models and cards that a job group can be planned for: their shapes and their memory."""
+"""Cards by their data sheets, and common models, whose shapes need no network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.core.errors import ConfigurationError, first_line
-from trainer.preflight.shape import ModelShape
-
-WEIGHT_BYTES = 2
-"""Size of a parameter in bfloat16, in an engine and when it is published."""
+from trainer.capacity.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,6 @@ _SHEETS = {
 """Gigabytes, TFLOP/s and TB/s."""
 CARDS = {name: Card(size * 10**9, flops * 1e12, speed * 1e12) for name, (size, flops, speed) in _SHEETS.items()}
 """The cards by SkyPilot's names for them."""
-MEMORY = {name: card.memory for name, card in CARDS.items()}
 
 _DIMENSIONS = (
     *("vocab_size", "hidden_size", "intermediate_size"),
@@ -58,48 +52,30 @@ CONFIGS = {
     label: (name, kind(**dict(zip(_DIMENSIONS, sizes, strict=True)), **options))
     for label, (name, kind, sizes, options) in _MODELS.items()
 }
-"""The name and the configuration of published models, by their label."""
+"""The name and the configuration of published models, by label."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """The dimensions of a model that decide over time and memory."""
+class Model(NamedTuple):
+    """A model by its name on the hub or its directory."""
 
-    label: str
     name: str
     shape: ModelShape
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return self.shape.parameters
-
-    @property
-    def kv_bytes(self) -> float:
-        """Size of the keys and values of a token."""
-        return 2 * WEIGHT_BYTES * self.shape.layers * self.shape.kv_heads * self.shape.head_size
+    config: dict[str, Any]
 
 
 def find_model(model: str) -> Model:
-    """Return a model by its name on the hub, its directory, or its label (such as 8B).
+    """Return a model by its name on the hub, its directory, or its label in CONFIGS (such as 8B).
 
     Raises:
         ConfigurationError: there is no such model, or its configuration is not a decoder's.
     """
-    for label, (name, config) in CONFIGS.items():
-        if model in (label, name):
-            return Model(label, name, ModelShape.of(config))
+    name = CONFIGS[model][0] if model in CONFIGS else model
     try:
-        return Model(Path(model).name, model, ModelShape.of(config_of(model)))
+        config = dict(CONFIGS.values()).get(name) or AutoConfig.from_pretrained(name)
+        text = config.to_dict()
+        return Model(name, ModelShape.of(config), text | text.get("text_config", {}))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(
             f"--model {model}: its config.json cannot be used ({first_line(error)}); give a name on the hub, a "
             f"directory with a config.json, or {', '.join(CONFIGS)}, whose shapes need no network"
         ) from error
-
-
-@cache
-def config_of(name: str) -> PretrainedConfig:
-    """Return the configuration of a model by its name; the models of CONFIGS need no network."""
-    config: PretrainedConfig = dict(CONFIGS.values()).get(name) or AutoConfig.from_pretrained(name)
-    return config

@@ -1,4 +1,4 @@
-"""Print the memory and disk that a run needs on this machine, as JSON: ``python -m trainer.preflight``."""
+"""Print the memory and disk that a run needs on this machine, as JSON: ``python -m trainer.capacity``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from services.clients.teacher import TeacherClient
 from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from trainer.capacity.check import Machine, check, chosen_work, engine_beside, shape_of
+from trainer.capacity.limits import find_limits
+from trainer.capacity.need import needed
 from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
-from trainer.preflight.check import Machine, check, chosen_work, engine_beside, shape_of
-from trainer.preflight.sizes import find_limits, needed
 from trainer.reporting.trackers import tracker_of
 
 PROBE_SECONDS = 5.0
@@ -24,7 +25,7 @@ PROBE_SECONDS = 5.0
 
 
 def main() -> None:
-    """Print what a rank and a node need and have, the steps to record, the preflight's refusal or null, and notes.
+    """Print what a rank and a node need and have, the steps to record, the refusal or null, and notes.
 
     Raises:
         ConfigurationError: the model cannot be loaded, a teacher's endpoint cannot teach it, or TRACKER cannot be used.
@@ -42,15 +43,13 @@ def main() -> None:
     shape, gpus = shape_of(settings), machine.promised_gpus() or 1
     engine = engine_beside(settings, shape, gpus, limits.device)
     nodes = Machine(num_nodes(), gpus, getattr(torch, kind).itemsize, limits, engine)
-    work = chosen_work(settings, shape, nodes)
-    refusal = None
+    work, refusal = chosen_work(settings, shape, nodes), None
     try:
         check(settings, shape, nodes)
     except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
-    need = vars(needed(shape, work))
-    told = {"refusal": refusal, "record_groups": work.record_groups, "notes": [*unreachable_teachers(settings)]}
-    print(json.dumps({"need": need, "has": vars(limits)} | told))
+    facts = {"need": vars(needed(shape, work)), "has": vars(limits), "record_groups": work.record_groups}
+    print(json.dumps(facts | {"refusal": refusal, "notes": [*unreachable_teachers(settings)]}))
 
 
 def unreachable_teachers(settings: TrainerSettings) -> Iterator[str]:

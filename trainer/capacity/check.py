@@ -1,0 +1,257 @@
+"""The comparison of a run's needs with what its nodes have: a short table in the log, and a refusal.
+
+``preflight`` is the check on the ranks, with rank 0's choice of mesh; the dry run (``__main__.py``) and ``grpo launch``
+call ``check``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from services.core.errors import ConfigurationError
+from services.core.files import saved_steps
+from services.core.logs import get_logger
+from services.core.machine import ComputeType
+from services.engines.kinds import choose_engine
+from services.engines.settings import RolloutSettings
+from services.engines.shape import SizeFacts, read_config
+from trainer.capacity.limits import Limits, VolumeRoom, find_limits
+from trainer.capacity.need import ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
+from trainer.capacity.shape import ModelShape
+from trainer.capacity.work import USABLE, choose, plan_records, work_of
+from trainer.config import TrainerSettings
+from trainer.model.loading import choose_compute, load_config
+from trainer.model.ranks import Ranks
+from trainer.model.saving import DiskFullError
+from trainer.model.teachers import check_teachers, load_teacher_config
+
+log = get_logger(__name__)
+
+PLACES = {
+    "device": "GPU memory",
+    "generating": "GPU memory while the engine generates",
+    "host": "host memory of a node",
+    "shm": "/dev/shm",
+    "volume": "the volume of the run directory",
+}
+REMEDIES = {
+    "device": "lower MICRO_BATCH_TOKENS, set CPU_OFFLOAD=true or LORA_RANK, or give ppo-trainer more or larger GPUs",
+    "generating": "lower ENGINE_MAX_TOTAL_TOKENS, or set PUBLISH_TRANSPORT=disk or CPU_OFFLOAD=true",
+    "host": "raise `memory` or `num_nodes` of ppo-trainer in the job group's file, or set LORA_RANK",
+    "shm": "mount a larger memory volume at /dev/shm on the nodes of ppo-trainer, or set PUBLISH_TRANSPORT=disk",
+    "volume": "set RECORD_GROUPS=off or CHECKPOINTS_KEPT=1, remove old runs (grpo clean), or take a larger volume "
+    "(`size` in jobgroups/volume.yaml, or another --shared-dir)",
+}
+"""The settings that help most, by place."""
+LENGTHS = ("activations", "logits and backward pass")
+"""Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they warn and refuse nothing."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks that a run has, and what each may use."""
+
+    nodes: int
+    ranks_per_node: int
+    compute_bytes: int
+    limits: Limits
+    engine: EngineBeside | None = None
+    """The engine on the same GPUs, if there is one."""
+
+
+def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+    """Return the work with what the settings leave open chosen; log the needs and what is there, place by place.
+
+    Raises:
+        ConfigurationError: a place has too little; the message has the need, the limit and the settings that help. Or
+            a setting does not fit the machine.
+        DiskFullError: the volume has too little for a run that has a checkpoint: it had enough before.
+    """
+    check_context(settings, shape, machine)
+    work = chosen_work(settings, shape, machine)
+    if work.device == "cpu" and work.checkpointing == "selective":
+        raise ConfigurationError(
+            "ACTIVATION_CHECKPOINTING is selective, but this machine has no GPU, for which the compiler chooses what "
+            "to recompute; set true, false or auto"
+        )
+    need = needed(shape, work)
+    _log(settings, work, need, machine.limits)
+    if machine.engine is not None and not machine.engine.tokens:
+        raise ConfigurationError(
+            "ENGINE_MAX_TOTAL_TOKENS is unset, so SGLang would fill the GPU, which it shares with the trainer "
+            f"(ENGINE_SLEEPS); set it to {engine_tokens(shape, work, machine.limits)}, which fit beside the trainer, "
+            "or less"
+        )
+    for place, name in PLACES.items():
+        parts = {
+            part: size for part, size in _parts(need, work, place).items() if place != "host" or part not in LENGTHS
+        }
+        if sum(parts.values()) > _usable(machine.limits, place):
+            kind = DiskFullError if place == "volume" and saved_steps(settings.checkpoint_dir) else ConfigurationError
+            raise kind(
+                f"MODEL_NAME={settings.model_name} with {machine.nodes} x {machine.ranks_per_node} ranks needs "
+                f"{gigabytes(sum(parts.values()))} of {name} ({_largest(parts)}), and can use "
+                f"{gigabytes(int(_usable(machine.limits, place)))}; {REMEDIES[place]}"
+            )
+    return work
+
+
+def _parts(need: Need, work: Work, place: str) -> dict[str, int]:
+    parts: dict[str, int] = {} if place == "device" and work.device == "cpu" else getattr(need, place)
+    return parts
+
+
+def _limit(limits: Limits, place: str) -> int:
+    size: int = getattr(limits, "device" if place == "generating" else place)
+    return size
+
+
+def _usable(limits: Limits, place: str) -> float:
+    return _limit(limits, place) * (USABLE if place in ("device", "generating") else 1)
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {gigabytes(size)}" for part, size in sorted(parts.items(), key=lambda one: -one[1])[:4])
+
+
+def _log(settings: TrainerSettings, work: Work, need: Need, limits: Limits) -> None:
+    """Log the needs and what is there, what was chosen for GPUs, and slow or doubtful choices."""
+    for place, name in PLACES.items():
+        if parts := _parts(need, work, place):
+            sizes = {part.replace(" ", "_"): gigabytes(size) for part, size in parts.items()}
+            total, there = gigabytes(sum(parts.values())), gigabytes(_limit(limits, place))
+            log.info(f"preflight: {name}", needs=total, has=there, **sizes)
+    if work.device == "cuda":
+        log.info(
+            "preflight: chosen",
+            activation_checkpointing=work.checkpointing,
+            micro_batch_tokens=work.micro_batch_tokens,
+            shard_parameters=work.frees_parameters,
+            copies_of_the_state=work.replicas,
+            cpu_offload=work.has_offload,
+        )
+    if work.has_offload and settings.cpu_offload == "auto":
+        log.warning("preflight: the state stays in host memory (CPU_OFFLOAD), and steps take longer")
+    if need.total("host") > limits.host:
+        log.warning("preflight: full micro-batches would not fit into memory; lower MICRO_BATCH_TOKENS")
+
+
+def check_context(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> None:
+    """Check that CONTEXT_PARALLEL_SIZE divides the ranks and fits the heads of the model and its teachers.
+
+    Raises:
+        ConfigurationError: it does not; the message has the sizes that do.
+    """
+    ranks, models = machine.nodes * machine.ranks_per_node, (shape, *shape.teachers)
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and all(model.has_heads_for(n) for model in models)]
+    if settings.context_parallel_size not in sizes:
+        heads = ", ".join(f"{model.heads} and {model.kv_heads}" for model in models)
+        raise ConfigurationError(
+            f"CONTEXT_PARALLEL_SIZE is {settings.context_parallel_size}, which must divide the {ranks} ranks of "
+            f"ppo-trainer and share the attention and key-value heads ({heads}); allowed is "
+            f"{', '.join(map(str, sizes))}"
+        )
+
+
+def gigabytes(size: int) -> str:
+    """Return a number of bytes as text: in GiB, or below 1 GiB in MiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
+def chosen_work(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+    """Return the work that settings ask for, with what they leave open chosen for the machine."""
+    work = work_of(
+        settings,
+        shape,
+        memory=machine.limits.device,
+        nodes=machine.nodes,
+        ranks_per_node=machine.ranks_per_node,
+        compute_bytes=machine.compute_bytes,
+    )
+    work = choose(settings, shape, replace(work, engine=machine.engine), machine.limits)
+    kept, size = plan_records(settings, machine.limits.volume - needed(shape, work).total("volume"))
+    return replace(work, record_groups=kept, record_bytes=size)
+
+
+def engine_tokens(shape: ModelShape, work: Work, limits: Limits) -> int:
+    """Return the most tokens, a multiple of 1024, whose keys and values fit beside the trainer; at least 0."""
+    assert work.engine is not None, "only then does an engine share the GPUs"
+    need = needed(shape, work)
+    left = USABLE * limits.device - need.total("generating") + need.generating["keys and values"]
+    return max(0, int(left / work.engine.token_bytes(shape)) // 1024 * 1024)
+
+
+def engine_beside(settings: TrainerSettings, shape: ModelShape, gpus: int, memory: int) -> EngineBeside | None:
+    """Return the engine that shares GPUs with the trainer (ENGINE_SLEEPS), by the variables of this node's environment.
+
+    Its ``tokens`` are 0 where SGLang, without ENGINE_MAX_TOTAL_TOKENS, takes all memory that it finds.
+
+    Args:
+        settings: the run's settings.
+        shape: the model.
+        gpus: GPUs of the node.
+        memory: bytes of a GPU without those of a sleeping engine (``find_limits``); 0 without GPUs.
+
+    Raises:
+        ConfigurationError: an engine needs more than the node has.
+    """
+    if not settings.engine_sleeps or not memory:
+        return None
+    rollout = RolloutSettings.load()
+    number_bytes = 4 if rollout.engine_dtype is ComputeType.FLOAT32 else 2
+    facts = SizeFacts(read_config(settings.model_name), number_bytes * shape.parameters, memory + ENGINE_ASLEEP)
+    engine = choose_engine(rollout, gpus)
+    unset = max(engine.default_tokens, rollout.engine_context_length or 0) if engine.default_tokens else 0
+    split = engine.split(rollout, gpus, lambda: facts)
+    tokens = rollout.engine_max_total_tokens or unset
+    return EngineBeside(split.tensor_parallel, tokens, number_bytes, keeps_weights=engine.keeps_weights_asleep)
+
+
+def shape_of(settings: TrainerSettings) -> ModelShape:
+    """Return the shape of MODEL_NAME with those of the teachers beside it, which can teach it.
+
+    Raises:
+        ConfigurationError: a configuration cannot be loaded, or a teacher cannot teach this student.
+    """
+    check_teachers(settings)
+    configs = [load_config(settings), *(load_teacher_config(settings, name) for name in settings.teacher_models)]
+    shape, *teachers = (ModelShape.of(config, trust_remote_code=settings.trust_remote_code) for config in configs)
+    return replace(shape, teachers=tuple(teachers))
+
+
+def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings, Ranks, VolumeRoom]:
+    """Return what a run has, the same on every rank: settings without ``auto``, the mesh, the volume. A collective.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or something does not fit; raised on every rank.
+        DiskFullError: the volume of a run that has a checkpoint has no room for more; raised on every rank.
+    """
+    chosen = choose_compute(settings, ranks)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks.world_size > 1 else 1
+    local = find_limits(ranks.device, settings.run_dir, is_shared=settings.engine_sleeps)
+    limits = local.smallest(ranks.gather_json(vars(local)) if ranks.world_size > 1 else [])
+
+    def choices() -> dict[str, Any]:
+        shape = shape_of(settings)
+        bytes_ = getattr(torch, chosen.compute_type).itemsize
+        engine = engine_beside(settings, shape, ranks_per_node, limits.device)
+        machine = Machine(ranks.world_size // ranks_per_node, ranks_per_node, bytes_, limits, engine)
+        work = check(settings, shape, machine)
+        changes = {
+            "activation_checkpointing": work.checkpointing,
+            "micro_batch_tokens": work.micro_batch_tokens,
+            "shard_parameters": work.frees_parameters,
+            "cpu_offload": work.has_offload,
+            "record_groups": work.record_groups,
+        }
+        volume = needed(shape, work).total("volume") - work.record_bytes
+        return {"replicas": work.replicas, "volume": volume, "changes": changes}
+
+    found = ranks.on_main(choices, ConfigurationError, DiskFullError)
+    ranks = ranks.replicated(found["replicas"]).in_contexts(settings.context_parallel_size)
+    return settings.model_copy(update=found["changes"]), ranks, VolumeRoom(settings.run_dir, found["volume"])
