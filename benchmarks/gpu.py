@@ -44,7 +44,7 @@ GSM8K = {
     "CHECKPOINT_EVERY": "0",
 }
 ADDITIONS = QUESTIONS | {
-    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "DATASET_CONFIG": '{"template": "{a}{op}{b}="}',
     "ROLLOUT_ENGINE": "embedded",
     "BATCH_SIZE": "4",
     "GROUP_SIZE": "4",

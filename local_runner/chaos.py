@@ -40,7 +40,7 @@ KILL, STOP = "kill", "stop"
 KINDS = (KILL, STOP)
 FILE = "chaos.json"
 SHORTEST_STOP, LONGEST_STOP = 1.0, 8.0
-"""Seconds of a stop: far below those after which a component that hangs counts as lost (ENGINE_HANG_SECONDS)."""
+"""Seconds of a stop: far below those after which a component that hangs counts as lost (HANG_SECONDS)."""
 FIRST_STEP_SECONDS = 3600.0
 """Longest wait for the first step of a run, downloads included."""
 HEALTHY_SECONDS = 1800.0

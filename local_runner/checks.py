@@ -29,6 +29,7 @@ from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory, read_object
 from services.core.machine import VISIBLE_GPUS_VARIABLE
+from services.core.removed import removed_among
 from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
@@ -124,6 +125,8 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     Raises:
         ConfigurationError: no component reads a variable; the message has the nearest name.
     """
+    if sentences := removed_among((*options, *files)):
+        raise ConfigurationError("; ".join(sentences))
     readers = tasks_by_variable()
     tasks = {component for task in group.tasks for component in task.components}
     declared = {name for task in group.tasks for name in task.declared}
@@ -352,19 +355,14 @@ def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
 
 
 def check_judge(loaded: Sequence[Loaded]) -> None:
-    """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward.
+    """Check that held-out completions have a reward with the judges of REWARD_FN.
 
     Raises:
-        ConfigurationError: the trainer would give up first, or evaluations would have no rewards.
+        ConfigurationError: evaluations would have no rewards.
     """
     reward, trainer = _rewards_and_trainer(loaded)
     if reward is None or trainer is None or not any(name in JUDGES for name in reward.names):
         return
-    if reward.judge_seconds >= trainer.service_deadline_seconds:
-        raise ConfigurationError(
-            f"JUDGE_SECONDS={reward.judge_seconds:g} must be less than SERVICE_DEADLINE_SECONDS="
-            f"{trainer.service_deadline_seconds:g}, after which the trainer gives the reward-server up; change one"
-        )
 
     def check(own: TrainerSettings, source: Source | None) -> None:
         rewards = reward.by_source()["" if source is None else source.name]

@@ -143,7 +143,7 @@ class Fork:
     def is_ahead(self) -> bool:
         """True if the data-server's state is that of the run's end, and no checkpoint has an earlier one."""
         curriculum = self._settings(Task.DATA_SERVER).get("curriculum", "off")
-        return self._settings(Task.TRAINER).get("mode") == "async" or curriculum not in ("off", "source")
+        return self._settings(Task.TRAINER).get("mode") == "async" or curriculum == "balanced"
 
     def _settings(self, task: Task) -> dict[str, Any]:
         with read_from(self.parent / "config.json"):

@@ -36,7 +36,7 @@ from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.rounding import MeasuredRounding
 from trainer.model.teachers import load_teachers
 from trainer.publishing.publisher import VersionWriter
-from trainer.rollouts.batch import Batch, within_kl
+from trainer.rollouts.batch import REPLAY_CORRECTION, REPLAY_EXPONENT, Batch, within_kl
 from trainer.rollouts.evaluate import sample_metrics
 
 STEP_SECONDS = "step_processor_seconds"
@@ -257,8 +257,8 @@ class InProcess:
         draws = self.index.draw(
             settings.replay_groups,
             np.random.default_rng(derive_seed(settings.seed, "replay", step)),
-            exponent=settings.replay_exponent,
-            correction=settings.replay_correction,
+            exponent=REPLAY_EXPONENT,
+            correction=REPLAY_CORRECTION,
             least_version=max(step - settings.replay_max_staleness, 0),
             exclude=[self.position[group.group_id] for group in fresh],
         )

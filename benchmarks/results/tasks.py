@@ -25,9 +25,7 @@ DEMO_TASK = DEMO | {
 
 TINY = {
     "DATASET": "arithmetic",
-    "ARITHMETIC_DIGITS": "1,2",
-    "ARITHMETIC_OPERATIONS": "+-",
-    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "DATASET_CONFIG": '{"digits": [1, 2], "operations": "+-", "template": "{a}{op}{b}="}',
     "PROMPT_STYLE": "plain",
     "REWARD_FN": "benchmarks.results.parity:parity",
     "ROLLOUT_ENGINE": "embedded",

@@ -9,6 +9,7 @@ stops the program.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -20,6 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
+from services.core.removed import removed_among
 from services.core.run_ids import RUN_ID, default_run_id
 from services.core.sources import Schedule, Source, Sources, load_sources
 
@@ -86,8 +88,11 @@ class Settings(BaseSettings):
         """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
 
         Raises:
-            ConfigurationError: a value is not allowed. The message has the name, the value and the allowed values.
+            ConfigurationError: a value is not allowed, or a variable is a removed one. The message has the name, the
+                value and the allowed values, or what does the variable's work now.
         """
+        if sentences := removed_among(name for name, value in os.environ.items() if value):
+            raise ConfigurationError("; ".join(sentences))
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:
@@ -249,7 +254,17 @@ class ContextSettings(Settings):
     """Longest prompt and completion together, in tokens; default the model's."""
 
 
-class EnginesSection(Settings):
+class DeadlineSettings(Settings):
+    """The time-out from which those of the services follow, which trainer and services read."""
+
+    service_deadline_seconds: float = Field(300, gt=0)
+    """Longest time that a service may be unreachable before the run ends as recoverable. Other time-outs follow from
+    it: an answer of a judge may take 0.4 of it, an answer may wait a fifteenth for a worker or a box of the
+    reward-server, a worker with an old version of the policy leaves the routing after a fifth without the trainer, and
+    a rollout node without its router or volume ends after twice as long. [advanced]"""
+
+
+class EnginesSection(DeadlineSettings):
     """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
 
     engine_deterministic: bool = False

@@ -28,13 +28,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.core.errors import ConfigurationError
+from services.core.removed import removed_among
 
 OWN = frozenset(
     {
         *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_test", "dataset_held_out"),
         *("prompt_column", "ground_truth_column", "ground_truth_format", "prompt_style", "system_prompt"),
-        *("instruction", "curriculum", "arithmetic_digits", "arithmetic_operations", "arithmetic_template"),
-        *("reward_fn", "accuracy_fn", "judge_rubric", "rollout", "group_size", "max_new_tokens"),
+        *("instruction", "curriculum", "reward_fn", "accuracy_fn", "judge_rubric"),
+        *("rollout", "group_size", "max_new_tokens"),
         *("agent", "agent_command", "agent_max_turns", "agent_max_tokens", "agent_seconds", "agent_columns"),
         *("environment", "opponent"),
         *("teacher_model", "teacher_url"),
@@ -116,6 +117,8 @@ def _source(node: yaml.Node, path: Path) -> Source:
         if names.count(name) > 1:
             raise ConfigurationError(f"{line}: {name!r} is set twice in a source; remove one")
         if name not in OWN and name not in Source.model_fields:
+            if sentences := removed_among([name]):
+                raise ConfigurationError(f"{line}: {sentences[0]}")
             raise ConfigurationError(
                 f"{line}: {name!r} is not a key of a source; allowed are "
                 f"{', '.join([*Source.model_fields, *sorted(OWN)])}; every other variable is the same for all sources"

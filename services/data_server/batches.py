@@ -71,21 +71,16 @@ class EpochOrder:
         if self._curriculum is Curriculum.OFF:
             return random.permutation(self._size).astype(np.int32)
         rates = self._rates_at_start(epoch)
-        weights = np.ones(self._size) if rates is None else _weights(rates, self._curriculum)
+        weights = np.ones(self._size) if rates is None else _weights(rates)
         # Exponential keys give a weighted order without replacement (Efraimidis and Spirakis 2006, algorithm A-ES).
         keys = random.exponential(size=self._size) / weights
         return np.argsort(keys, kind="stable").astype(np.int32)
 
 
-def _weights(rates: Rates, curriculum: Curriculum) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _weights(rates: Rates) -> np.ndarray[Any, np.dtype[np.float64]]:
     # A prompt that was never tried counts as half solved.
     solved = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
-    preference = {
-        Curriculum.BALANCED: 4 * solved * (1 - solved),
-        Curriculum.EASY_FIRST: solved,
-        Curriculum.HARD_FIRST: 1 - solved,
-    }[curriculum]
-    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * preference
+    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * 4 * solved * (1 - solved)
 
 
 def walk(

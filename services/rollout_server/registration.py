@@ -115,7 +115,7 @@ class WorkerRegistration:
         """
         if not self._was_registered:
             return
-        await self._router.wait_healthy(self._settings.rollout_lost_seconds)
+        await self._router.wait_healthy(self._settings.lost_seconds)
         await self._router.remove(self._url)
 
     async def withdraw_if_possible(self) -> None:
@@ -141,10 +141,10 @@ class WorkerRegistration:
         """Register the worker, and again whenever it is not listed or stale, until the engine of that start ends.
 
         Raises:
-            DependencyLostError: it could not be registered for ``rollout_lost_seconds``.
+            DependencyLostError: it could not be registered for ``lost_seconds`` of the settings.
             ConfigurationError: the trainer seems to publish to another volume.
         """
-        lost_seconds = self._settings.rollout_lost_seconds
+        lost_seconds = self._settings.lost_seconds
         self._note_registered()
         was_registered = False
         stale_since: float | None = None
@@ -190,7 +190,7 @@ class WorkerRegistration:
         if self._has_met_router:
             self._log.warning("worker not registered", reason=reason)
         else:
-            self._log.info("waiting for the router", seconds=self._settings.rollout_lost_seconds)
+            self._log.info("waiting for the router", seconds=self._settings.lost_seconds)
 
     def _note_registered(self) -> None:
         self._registered_at, self._copying = time.monotonic(), Stopwatch()
@@ -205,7 +205,7 @@ class WorkerRegistration:
 
         A trainer that answers may be publishing it.
         """
-        limit, now = self._settings.engine_stale_seconds, time.monotonic()
+        limit, now = self._settings.stale_seconds, time.monotonic()
         last = max(stale_since, self._trainer_answered)
         if now - last > limit / 2:  # so that one answer that is lost does not count
             async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:

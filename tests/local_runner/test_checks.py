@@ -167,10 +167,6 @@ REFUSALS = [
         (*JUDGE, "JUDGE_RUBRIC=column.yaml", "DATASET=sums.jsonl", "PROMPT_COLUMN=sum"),
         "needs tests, which DATASET 'sums.jsonl' lacks; its columns are sum, total.",
     ),
-    (
-        (*JUDGE, "JUDGE_RUBRIC=fine.yaml", "JUDGE_SECONDS=300"),
-        "JUDGE_SECONDS=300 must be less than SERVICE_DEADLINE_SECONDS=300",
-    ),
     ((*JUDGE, "REWARD_FN=judge_group"), "REWARD_FN=judge_group .*EVAL_PROMPTS=0"),
     (
         ["REWARD_FN=math=1,exact_match=-0.5", "ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,frmat=0.5"],

@@ -183,7 +183,7 @@ def test_too_few_rows_for_a_batch_and_a_judge_that_does_not_answer(tmp_path: Pat
         REWARD_FN="exact_match=1,judge=0.5",
         JUDGE_URL=f"http://127.0.0.1:{free_port()}/v1",
         JUDGE_MODEL="judge",
-        JUDGE_SECONDS="5",
+        SERVICE_DEADLINE_SECONDS="12.5",
         JUDGE_RUBRIC=str(rubric),
         NUM_EPOCHS="1",
     )

@@ -27,7 +27,7 @@ from trainer.config.settings import TrainerSettings
 CHANGEABLE = (
     *("learning_rate", "lr_schedule", "warmup_steps", "critic_learning_rate", "max_grad_norm"),
     *("clip_low", "clip_high", "dual_clip", "importance_cap", "off_policy_max_kl", "kl_coef", "entropy_coef"),
-    *("teacher_coef", "replay_groups", "replay_exponent", "replay_correction", "replay_max_kl", "max_steps"),
+    *("teacher_coef", "replay_groups", "replay_max_kl", "max_steps"),
     *("eval_every", "target_accuracy", "checkpoint_every", "checkpoints_kept", "keep_checkpoints_every"),
 )
 """The settings that may change between two steps: each step reads them anew, or ``RankCalls.change_settings`` hands

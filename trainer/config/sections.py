@@ -144,8 +144,6 @@ class RunSection(ModelSettings):
     """Profile these steps, such as `10` or `10:12`, on rank 0 and in all engines: the directory `profile` of the run
     has traces of the processor and the GPU for Perfetto, a snapshot of the trainer's GPU memory, and a timeline of
     phases and groups."""
-    service_deadline_seconds: float = Field(300, gt=0)
-    """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
 
 
 class SamplingSection(AgentSettings):
@@ -205,7 +203,8 @@ class AlgorithmSection(Settings):
     credit: Credit = Credit.EPISODE
     """The tokens that share an advantage. `episode`: all of an episode. `turn`: those of a turn, by what the episode
     earned from that turn on, compared with the same turn of the group's other episodes; for environments, and for
-    agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case."""
+    agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case; with `turn` a step of GAMMA
+    and GAE_LAMBDA is a turn of the policy, and not a token."""
     loss: str = "clipped"
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
     `clip_cov` (its choice of tokens depends on the micro-batches), `dppo_tv` and `dppo_kl` (the change of a token's
@@ -246,10 +245,6 @@ class AlgorithmSection(Settings):
     replay_groups: int = Field(0, ge=0, le=4096)
     """Groups from the replay buffer that are trained on besides the fresh ones; 0: off. docs/results.md has learning
     curves with and without."""
-    replay_exponent: float = Field(1.0, ge=0, le=10)
-    """Alpha of prioritised replay; with 0 all groups are equally likely. [advanced]"""
-    replay_correction: float = Field(0.4, ge=0, le=1)
-    """Beta of prioritised replay. [advanced]"""
     replay_max_staleness: int = Field(8, ge=1)
     """Oldest group that is replayed, in policy versions. [advanced]"""
     replay_max_kl: float = Field(0.1, gt=0)
@@ -268,8 +263,6 @@ class CriticSection(Settings):
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Weight of longer estimates: 1 is the whole completion's return less the value (no bias), 0 one step (least
     variance). Below 1, a reward at the end reaches tokens L before it with weight GAE_LAMBDA^L only."""
-    gae_per_turn: bool = False
-    """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token. [advanced]"""
     value_clip: float = Field(0.2, ge=0)
     """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second update of a
     batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1.

@@ -466,8 +466,6 @@ def options_have_their_method(settings: TrainerSettings) -> None:
             f"{', '.join(unused)} is set, but ADVANTAGE={settings.advantage} has no critic; "
             "unset it, or set ADVANTAGE=gae"
         )
-    if settings.credit is Credit.TURN and settings.has_critic:
-        raise ValueError("CREDIT is turn, but ADVANTAGE=gae has a critic; unset CREDIT")
     if settings.drop_equal_groups and any(settings.teachers.values()):
         raise ValueError("DROP_EQUAL_GROUPS is set, but a teacher teaches groups of equal rewards, too; unset it")
     if settings.kl_in_reward and not settings.kl_coef:

@@ -80,7 +80,7 @@ class Stage:
 @pytest.fixture
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     name = getattr(request, "param", "guessing")
-    settings = EnvironmentSettings(environment=name, environment_text_turns=3, environment_server_name="a")
+    settings = EnvironmentSettings(environment=name, environment_max_steps=3, environment_server_name="a")
     with served_ready(create_app(settings)) as url, stage_of(url) as stage:
         yield stage
 
