@@ -27,6 +27,9 @@ not exist; and a data file that the data-server would refuse. Variables of libra
 pass. Declare a variable that your code reads, such as a reward function's, under `envs` of its task in the job group's
 file.
 
+A variable of a choice that was not made, such as GAMMA without ADVANTAGE=gae, is refused: the tables say with which
+choice a variable is read.
+
 Advanced variables, which hardly any run has a reason to change, have separate tables.
 
 This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
@@ -35,17 +38,20 @@ This page is generated from the settings classes by `make docs`; `make test` che
 
 def page() -> str:
     """Return the whole page."""
-    parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
+    parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields, Settings)]
     for reader in READERS:
         settings = reader.settings_class()
         parts.append(f"## {reader.heading}\n")
         # A class without fields of its own is made of sections.
         if settings.__annotations__:
-            parts.append(_table(_own_fields(settings)))
+            parts.append(_table(_own_fields(settings), settings))
             continue
         for section in settings.__bases__:
+            assert issubclass(section, Settings)
             parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
-            parts.append(_table(_own_fields(section)))
+            if read_with := vars(section).get("read_with"):
+                parts.append(f"Read with `{read_with}` alone.\n")
+            parts.append(_table(_own_fields(section), section))
     return "\n".join(parts)
 
 
@@ -53,9 +59,16 @@ def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
     return {name: field for name, field in settings.model_fields.items() if name not in Settings.model_fields}
 
 
-def _table(fields: dict[str, FieldInfo]) -> str:
-    """Return the table of fields, and a second one of those whose text ends with ADVANCED."""
+def _table(fields: dict[str, FieldInfo], settings: type[Settings]) -> str:
+    """Return the table of fields of a class, and a second one of those whose text ends with ADVANCED."""
     meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
+    of_all = vars(settings).get("read_with")
+    for name, choices in settings.choices().items():
+        if own := [f"`{choice.replace('|', ' or ')}`" for choice in choices if choice != of_all]:
+            text = meanings[name].removesuffix(ADVANCED).rstrip()
+            meanings[name] = (
+                f"{text} Read with {' and '.join(own)} alone. {ADVANCED * meanings[name].endswith(ADVANCED)}"
+            )
     usual, advanced = (
         [
             f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"

@@ -13,8 +13,9 @@ import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -58,6 +59,10 @@ class Settings(BaseSettings):
         frozen=True, extra="ignore", env_ignore_empty=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    read_with: ClassVar[str] = ""
+    """The choice with which the variables of this class are read, as in ``ROLLOUT=agent|program``, or the name of a
+    variable that is set to anything but 0; several are joined by " and ". Without it its variables are unknown."""
+
     jobgroup_token: SecretStr | None = None
     """When set, every route but /health asks for `Authorization: Bearer <token>`."""
     shared_dir: Path = Path("shared-volume")
@@ -99,6 +104,26 @@ class Settings(BaseSettings):
             lines = [_describe(problem) for problem in error.errors()]
             raise ConfigurationError("; ".join(lines)) from error
 
+    @classmethod
+    def choices(cls) -> dict[str, list[str]]:
+        """Return the choices with which a field is read, by the field's name; fields that are always read have none."""
+        choices: dict[str, list[str]] = {}
+        for section in cls.__mro__:
+            if issubclass(section, Settings) and (read_with := vars(section).get("read_with")):
+                for name in section.model_fields.keys() - Settings.model_fields.keys():
+                    choices.setdefault(name, []).extend(read_with.split(" and "))
+        return choices
+
+    @classmethod
+    def unread(cls, value: Callable[[str], Any]) -> dict[str, str]:
+        """Return the names of the fields that are not read, each with a choice without which it is not.
+
+        Args:
+            value: returns the value of a field by its name.
+        """
+        missing = {name: [c for c in choices if not _is_made(c, value)] for name, choices in cls.choices().items()}
+        return {name: choices[0] for name, choices in missing.items() if choices}
+
     @property
     def run_dir(self) -> Path:
         """The run directory."""
@@ -137,6 +162,15 @@ class SourcesSettings(Settings):
             self._by_source = {source.name: self._of(source) for source in self._sources.all}
         return self
 
+    @model_validator(mode="after")
+    def _is_read(self) -> Self:
+        each = [own.unread(partial(getattr, own)) for own in self.by_source().values()]
+        for name in sorted(self.model_fields_set):
+            if all(name in unread for unread in each):
+                choice = each[0][name].replace("|", " or ")
+                raise ValueError(f"{name.upper()} is read with {choice} alone; set that, or unset {name.upper()}")
+        return self
+
     def by_source(self) -> dict[str, Self]:
         """Return the settings of each source by its name: those that a run of this source alone would have.
 
@@ -172,10 +206,13 @@ class SourcesSettings(Settings):
         return Schedule({source.name: source.ratio for source in self._sources.trained})
 
     def without_sources(self, **own: Any) -> Self:
-        """Return the run's settings, replaced by ``own``, as those of a run without SOURCES."""
-        # What nothing has set stays unset, because some checks ask for that.
-        inherited = {name: getattr(self, name) for name in (*self.model_fields_set, "run_id")}
-        return type(self)(**{**inherited, **own, "sources": None})
+        """Return the run's settings, replaced by ``own``, as those of a run without SOURCES.
+
+        What nothing has set stays unset, and what the choices of ``own`` do not read is not inherited.
+        """
+        names = {*self.model_fields_set, "run_id"} - self.unread(lambda name: own.get(name, getattr(self, name))).keys()
+        values = {name: getattr(self, name) for name in names} | own | {"sources": None}
+        return type(self)(_env_prefix="no variable has this prefix ", **values)
 
     def _of(self, source: Source) -> Self:
         own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
@@ -215,6 +252,13 @@ class MethodSettings(Settings):
     method: Method = Method.RL
     """`rl`: the policy samples answers and learns from their rewards, or from a teacher. `sft`: it learns the tokens of
     rows with `messages`, or with `prompt` and `completion`, as they are; docs/guides/sft.md."""
+
+
+class RewardWeightSettings(Settings):
+    """The use of rewards in training, which trainer and data-server read."""
+
+    read_with = "METHOD=rl"
+
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. REWARD_FN is
     not asked about training answers, so that no reward-server is needed unless EVAL_PROMPTS asks for an accuracy. Rows
@@ -303,17 +347,27 @@ class AgentColumns(Settings):
         return [name.strip() for name in self.agent_columns.split(",") if name.strip()]
 
 
-class AgentSettings(AgentColumns):
-    """An agent and its limits, the same in training and evaluation."""
+class AgentFunction(Settings):
+    """An agent as a function, the same in training and evaluation."""
 
     agent: str = ""
     """The agent as `module:function`, the same function in training (`ROLLOUT=agent`) and for `grpo evaluate --agent`.
     `evaluation.math_agent:solve` is built in."""
+
+
+class AgentProgram(Settings):
+    """An agent as a program, the same in training and evaluation."""
+
     agent_command: str = ""
     """The agent as a shell command in any language (`ROLLOUT=program`, `grpo evaluate --agent-command`): the task is
     JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
     REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
     GRPO_REWARD_FD."""
+
+
+class EpisodeLimits(AgentColumns):
+    """The limits of an episode, the same in training and evaluation."""
+
     agent_max_turns: int = Field(16, ge=1, le=65_536)
     """Most calls of the model in an episode."""
     agent_max_tokens: int = Field(4096, ge=1, le=1_048_576)
@@ -321,6 +375,18 @@ class AgentSettings(AgentColumns):
     agent_seconds: float = Field(600, gt=0)
     """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
     long; then the engines are too slow, and it has no reward."""
+
+
+class AgentSettings(AgentFunction, AgentProgram, EpisodeLimits):
+    """An agent and its limits, which evaluations read."""
+
+
+def _is_made(choice: str, value: Callable[[str], Any]) -> bool:
+    """Return whether a choice of ``read_with`` is made."""
+    names, _, allowed = choice.partition("=")
+    if allowed:
+        return str(value(names.lower())) in allowed.split("|")
+    return any(value(name.lower()) for name in names.split("|"))
 
 
 def _describe(problem: Any) -> str:

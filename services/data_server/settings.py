@@ -18,6 +18,7 @@ from services.core.settings import (
     Method,
     MethodSettings,
     RewardFunctionSettings,
+    RewardWeightSettings,
     SourcesSettings,
     TemplateSettings,
 )
@@ -55,7 +56,9 @@ class Curriculum(StrEnum):
     BALANCED = "balanced"
 
 
-class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctionSettings, SourcesSettings):
+class DataSettings(
+    TemplateSettings, AgentColumns, MethodSettings, RewardWeightSettings, RewardFunctionSettings, SourcesSettings
+):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)

@@ -18,7 +18,7 @@ from services.environment_server.episodes import MAX_STUCK, EpisodeTable
 from services.environment_server.openenv_routes import add_openenv_routes, add_task_routes
 from services.environment_server.openenv_sessions import Sessions
 from services.environment_server.player import Player, UsageMeter
-from services.environment_server.settings import MAX_STEPS, EnvironmentSettings
+from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app
 from services.http.problems import ProblemError, unknown_source
 from services.protocol.base import Health
@@ -98,7 +98,7 @@ class Server:
         make, trial = await open_with_trial(
             self.settings.model_copy(update={"environment": name}), stack, variable=variable
         )
-        return make, describe(name, make, trial, self.settings.environment_max_steps or MAX_STEPS), trial
+        return make, describe(name, make, trial, self.settings.most_steps), trial
 
     @property
     def health(self) -> Health:

@@ -49,6 +49,11 @@ class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     """Episodes to play with EVAL_HEAD_ENDPOINT; by default without end. [advanced]"""
 
     @property
+    def most_steps(self) -> int:
+        """Steps after which an episode is truncated."""
+        return self.environment_max_steps or MAX_STEPS
+
+    @property
     def text_turns(self) -> int:
         """Answers that a built-in text environment allows before the episode is truncated."""
         return self.environment_max_steps or TEXT_TURNS
