@@ -78,9 +78,8 @@ class TrainerSettings(
         if self.sources is None:
             self.way.check()
         for contradictions in OF_A_SOURCE if self.sources is None else (_over_all_sources,):
-            for is_so, sentence in contradictions(self):
-                if is_so:
-                    raise ValueError(sentence)
+            for sentence in contradictions(self):
+                raise ValueError(sentence)
         return self
 
     @property
@@ -320,185 +319,106 @@ class TrainerSettings(
         return self.run_dir / "checkpoints"
 
 
-Contradictions = Iterator[tuple[bool, str]]
-"""Whether settings contradict each other, and the sentence that says so."""
+# Contradictions between settings: each function yields a sentence for one, with the variable, its value and a remedy.
 
 
-def _over_all_sources(settings: TrainerSettings) -> Contradictions:
-    yield (
-        settings.sources is not None and not settings.max_steps,
-        "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run",
-    )
+def _over_all_sources(settings: TrainerSettings) -> Iterator[str]:
+    if settings.sources is not None and not settings.max_steps:
+        yield "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run"
     limits = {source: own.max_new_tokens for source, own in settings.by_source().items()}
-    yield (
-        settings.overlong_buffer > 0 and len(set(limits.values())) > 1,
-        f"OVERLONG_BUFFER is {settings.overlong_buffer}, but the sources have different MAX_NEW_TOKENS "
-        f"({', '.join(f'{source} {limit}' for source, limit in limits.items())}); unset it, or give them one limit",
-    )
+    if settings.overlong_buffer and len(set(limits.values())) > 1:
+        each = ", ".join(f"{source} {limit}" for source, limit in limits.items())
+        yield f"OVERLONG_BUFFER is set, but the sources have different MAX_NEW_TOKENS ({each}); give them one limit"
 
 
-def _of_lengths(settings: TrainerSettings) -> Contradictions:
-    yield (
-        settings.overlong_buffer >= settings.max_new_tokens,
-        f"OVERLONG_BUFFER is {settings.overlong_buffer}; allowed is less than "
-        f"MAX_NEW_TOKENS ({settings.max_new_tokens})",
-    )
-    yield (
-        settings.updates_per_batch > settings.batch_size,
-        f"UPDATES_PER_BATCH is {settings.updates_per_batch}; allowed is at most BATCH_SIZE ({settings.batch_size})",
-    )
-    yield (
-        settings.overlong_buffer > 0 and settings.way.has_turns,
-        f"OVERLONG_BUFFER is set, but ROLLOUT is {settings.rollout}; unset it, the agent gives the rewards",
-    )
-    yield (
-        settings.credit is Credit.TURN and not settings.way.has_turns,
-        "CREDIT is turn, but completions have one turn; unset CREDIT",
-    )
+def _of_lengths(settings: TrainerSettings) -> Iterator[str]:
+    buffer, limit, has_turns = settings.overlong_buffer, settings.max_new_tokens, settings.way.has_turns
+    if buffer >= limit:
+        yield f"OVERLONG_BUFFER is {buffer}; allowed is less than MAX_NEW_TOKENS ({limit})"
+    if buffer and has_turns:
+        yield f"OVERLONG_BUFFER is set, but ROLLOUT is {settings.rollout}; unset it, the agent gives the rewards"
+    if settings.credit is Credit.TURN and not has_turns:
+        yield "CREDIT is turn, but completions have one turn; unset CREDIT"
+    if settings.updates_per_batch > settings.batch_size:
+        updates, batch = settings.updates_per_batch, settings.batch_size
+        yield f"UPDATES_PER_BATCH is {updates}; allowed is at most BATCH_SIZE ({batch})"
 
 
-def _of_engines(settings: TrainerSettings) -> Contradictions:
-    """Engines on the trainer's GPUs leave these to the trainer, and have nothing to do meanwhile."""
-    yield (
-        settings.colocate and not settings.engine_sleeps,
-        "COLOCATE is set, but ENGINE_SLEEPS is not, so engines would keep memory that the trainer needs; "
-        "set ENGINE_SLEEPS=true, or take a job group with a rollout-server and unset COLOCATE",
-    )
-    sleeps, transport, rank = settings.engine_sleeps, settings.publish_transport, settings.lora_rank
-    yield (
-        sleeps and settings.method is Method.SFT,
-        "ENGINE_SLEEPS is set, but METHOD=sft learns rows as they are; unset it, or set METHOD=rl",
-    )
-    yield (
-        sleeps and settings.mode is Mode.ASYNC,
-        "ENGINE_SLEEPS is set, but MODE=async generates while the trainer trains, so no engine can sleep; "
-        "set MODE=sync, or give engines GPUs of their own and unset ENGINE_SLEEPS",
-    )
-    yield (
-        sleeps and transport is Transport.BROADCAST and not rank,
-        "ENGINE_SLEEPS is set, but PUBLISH_TRANSPORT=broadcast needs NCCL, which joins no two processes on one "
-        "GPU; set PUBLISH_TRANSPORT=disk or local",
-    )
+def _of_engines(settings: TrainerSettings) -> Iterator[str]:
+    if settings.colocate and not settings.engine_sleeps:
+        yield "COLOCATE is set, but engines would keep the trainer's memory; set ENGINE_SLEEPS=true, or unset COLOCATE"
+    if not settings.engine_sleeps:
+        return
+    if settings.method is Method.SFT:
+        yield "ENGINE_SLEEPS is set, but METHOD=sft learns rows as they are; unset it, or set METHOD=rl"
+    if settings.mode is Mode.ASYNC:
+        yield "ENGINE_SLEEPS is set, but with MODE=async no engine can sleep; set MODE=sync, or unset ENGINE_SLEEPS"
+    if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank:
+        yield "ENGINE_SLEEPS is set, but NCCL joins no two processes on one GPU; set PUBLISH_TRANSPORT=disk or local"
 
 
-def _of_weights(settings: TrainerSettings) -> Contradictions:
-    rank, transport = settings.lora_rank, settings.publish_transport
+def _of_weights(settings: TrainerSettings) -> Iterator[str]:
+    rank, transport, offloads = settings.lora_rank, settings.publish_transport, settings.cpu_offload is True
     is_float32 = settings.publish_type is PublishedType.FLOAT32
-    yield (
-        transport is Transport.LOCAL and rank > 0,
-        f"PUBLISH_TRANSPORT is local, but LORA_RANK is {rank}, and only whole weights are shared in "
-        "memory; set PUBLISH_TRANSPORT=broadcast, which sends adapters over HTTP",
-    )
-    yield (
-        settings.compute_type is ComputeType.BFLOAT16 and is_float32,
-        "PUBLISH_TYPE is float32, but COMPUTE_TYPE=bfloat16 computes with rounded weights, which are another "
-        "policy; set PUBLISH_TYPE=bfloat16, or COMPUTE_TYPE=float32",
-    )
-    is_delta = settings.publish_delta
-    yield is_delta and rank > 0, f"PUBLISH_DELTA is set, but LORA_RANK is {rank}, whose versions are small; unset one"
-    yield (
-        is_delta and transport is not Transport.DISK,
-        f"PUBLISH_DELTA is set, but PUBLISH_TRANSPORT={transport} sends whole weights; unset one",
-    )
-    yield (
-        is_delta and is_float32,
-        "PUBLISH_DELTA is set, but a step changes nearly all weights in float32; set PUBLISH_TYPE=bfloat16",
-    )
-    yield (
-        settings.cpu_offload is True and rank > 0,
-        "CPU_OFFLOAD is set, but the state of adapters is small (LORA_RANK); unset CPU_OFFLOAD, and shard the base "
-        "over more GPUs if it does not fit",
-    )
-    yield (
-        settings.cpu_offload is True and settings.shard_parameters is False,
-        "CPU_OFFLOAD is set, but SHARD_PARAMETERS=false keeps all parameters gathered on the GPU; set it to auto",
-    )
+    if transport is Transport.LOCAL and rank:
+        yield f"PUBLISH_TRANSPORT is local, but adapters (LORA_RANK={rank}) are not shared in memory; set broadcast"
+    if settings.compute_type is ComputeType.BFLOAT16 and is_float32:
+        yield "PUBLISH_TYPE is float32, but COMPUTE_TYPE=bfloat16 computes another policy; set both alike"
+    if settings.publish_delta and (rank or is_float32 or transport is not Transport.DISK):
+        yield "PUBLISH_DELTA is set, but is for PUBLISH_TRANSPORT=disk and PUBLISH_TYPE=bfloat16 without LORA_RANK"
+    if offloads and rank:
+        yield "CPU_OFFLOAD is set, but the state of adapters (LORA_RANK) is small; unset it, and shard over more GPUs"
+    if offloads and settings.shard_parameters is False:
+        yield "CPU_OFFLOAD is set, but SHARD_PARAMETERS=false keeps all parameters on the GPU; set it to auto"
 
 
-def _of_methods(settings: TrainerSettings) -> Contradictions:
+def _of_methods(settings: TrainerSettings) -> Iterator[str]:
     loss, advantage = settings.loss, settings.advantage
     for variable, name, names in (("ADVANTAGE", advantage, ADVANTAGES), ("LOSS", loss, tuple(LOSSES))):
-        yield (
-            name not in names and not is_own_function(name),
-            f"{variable} is {name!r}; allowed is {', '.join(names)}, or module:function",
-        )
+        if name not in names and not is_own_function(name):
+            yield f"{variable} is {name!r}; allowed is {', '.join(names)}, or module:function"
     for option in LOSS_OPTIONS if loss in LOSSES else ():
-        yield (
-            getattr(settings, option) is not None and option not in LOSSES[loss].options,
-            f"{option.upper()} has no effect with LOSS={loss}; unset it",
-        )
-    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED
-    yield (
-        settings.importance_cap is not None
-        and is_truncated
-        and settings.loss_truncates
-        and settings.updates_per_step == 1,
-        f"IMPORTANCE_CAP is set, but LOSS={loss} truncates the weight of a token itself; set CLIP_HIGH instead",
-    )
+        if getattr(settings, option) is not None and option not in LOSSES[loss].options:
+            yield f"{option.upper()} has no effect with LOSS={loss}; unset it"
+    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED and settings.loss_truncates
+    if settings.importance_cap is not None and is_truncated and settings.updates_per_step == 1:
+        yield f"IMPORTANCE_CAP is set, but LOSS={loss} truncates the weight of a token itself; set CLIP_HIGH instead"
     # Collectors elsewhere may bring advantages of their own.
     is_made_here = settings.learns_from_rewards and (settings.mode is Mode.SYNC or settings.collector_in_process)
-    yield (
-        settings.group_size == 1 and advantage in GROUP_ADVANTAGES and is_made_here,
-        f"GROUP_SIZE is 1, but ADVANTAGE={advantage} compares a completion with the rest of its group; "
-        "allowed is at least 2, or ADVANTAGE=reinforce, rae or gae",
-    )
+    if settings.group_size == 1 and advantage in GROUP_ADVANTAGES and is_made_here:
+        yield f"GROUP_SIZE is 1, but ADVANTAGE={advantage} compares completions; set 2, or ADVANTAGE=reinforce or gae"
 
 
 UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "maxrl": (
-        ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
-        "divides by the share of right answers, so that each answer must have one reward, of 0 or 1",
-    ),
-    "gdpo": (
-        ("overlong_buffer", "kl_in_reward", "credit"),
-        "compares each reward function by itself, and this changes their sum; write a reward function for it",
-    ),
+    "maxrl": (("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"), "needs one reward of 0 or 1 each"),
+    "gdpo": (("overlong_buffer", "kl_in_reward", "credit"), "needs its change of the sum as a reward function"),
     "rae": (("credit",), "has one baseline for each seat, and none for its turns"),
 }
 """The settings that an advantage does not fit, with the reason."""
 
 
-def _of_rewards(settings: TrainerSettings) -> Contradictions:
+def _of_rewards(settings: TrainerSettings) -> Iterator[str]:
     unfit, reason = UNFIT.get(settings.advantage, ((), ""))
-    fields = type(settings).model_fields
     for name in unfit:
-        yield (
-            getattr(settings, name) != fields[name].default,
-            f"{name.upper()} is set, but ADVANTAGE={settings.advantage} {reason}; unset it, or choose another "
-            "ADVANTAGE",
-        )
-    yield (
-        settings.gdpo_weights is not None and not any((settings.component_weights or {}).values()),
-        f"GDPO_WEIGHTS is {settings.gdpo_weights!r}; allowed are names of reward functions, each once with "
-        "=weight, a number, one of them not 0, as in math=1,format=0.5",
-    )
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            yield f"{name.upper()} is set, but ADVANTAGE={settings.advantage} {reason}; unset one of them"
+    weights = settings.gdpo_weights
+    if weights is not None and not any((settings.component_weights or {}).values()):
+        yield f"GDPO_WEIGHTS is {weights!r}; give names with =weight, one of them not 0, as in math=1,format=0.5"
 
 
-def _of_teachers(settings: TrainerSettings) -> Contradictions:
-    """A prompt has one teacher, which computes the distribution that is trained, and something teaches."""
+def _of_teachers(settings: TrainerSettings) -> Iterator[str]:
     model, url = settings.teacher_model, settings.teacher_url
-    yield (
-        bool(model and url),
-        f"TEACHER_MODEL is {model!r} and TEACHER_URL {url!r}, but a prompt has one teacher; unset one of them",
-    )
-    yield (
-        model.rstrip("/") == settings.model_name.rstrip("/"),
-        f"TEACHER_MODEL is {model!r}, which is the student (MODEL_NAME) and teaches it nothing; "
-        "name another model, or set KL_COEF to stay near the model that the run starts with",
-    )
-    yield (
-        bool(url) and settings.temperature != 1,
-        f"TEACHER_URL is set, but TEMPERATURE is {settings.temperature:g}, and engines score tokens at "
-        "temperature 1 only; set TEMPERATURE=1, or TEACHER_MODEL, which the trainer computes at TEMPERATURE",
-    )
-    yield (
-        settings.drop_equal_groups and bool(settings.teacher),
-        "DROP_EQUAL_GROUPS is set, but a teacher teaches groups of equal rewards, too; unset it",
-    )
-    yield (
-        not settings.reward_weight and not settings.teacher,
-        "REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL",
-    )
+    if model and url:
+        yield f"TEACHER_MODEL is {model!r} and TEACHER_URL {url!r}, but a prompt has one teacher; unset one of them"
+    if model.rstrip("/") == settings.model_name.rstrip("/"):
+        yield f"TEACHER_MODEL is {model!r}, the student (MODEL_NAME); name another model, or use KL_COEF to stay near"
+    if url and settings.temperature != 1:
+        yield "TEACHER_URL is set, but engines score tokens at temperature 1; set TEMPERATURE=1, or TEACHER_MODEL"
+    if settings.drop_equal_groups and settings.teacher:
+        yield "DROP_EQUAL_GROUPS is set, but a teacher teaches groups of equal rewards, too; unset it"
+    if not settings.reward_weight and not settings.teacher:
+        yield "REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL"
 
 
 OF_A_SOURCE = (_of_lengths, _of_engines, _of_weights, _of_methods, _of_rewards, _of_teachers)
