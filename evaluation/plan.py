@@ -17,7 +17,7 @@ from services.agents import Agent, load_agent
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.core.sources import Source
+from services.core.sources import MAIN, Source
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
@@ -54,12 +54,12 @@ def load_examples(split: str, model: str | None, limit: int, chosen: Collection[
     """
     settings = DataSettings.load(model_name=model)
     loaded = settings.of_sources(
-        lambda own, source: _load(own, source, split, limit) if (source.name if source else "") in chosen else None
+        lambda own, source: _load(own, source, split, limit) if source.name in chosen else None
     )
     return {source: examples for source, examples in loaded.items() if examples is not None}
 
 
-def _load(settings: DataSettings, source: Source | None, split: str, limit: int) -> Examples:
+def _load(settings: DataSettings, source: Source, split: str, limit: int) -> Examples:
     # As in a data-server's own process, transformers is imported without torch, which saves seconds.
     catalogues = load_dataset(settings, source, own_process=True).catalogues
     chosen = list(Split) if split == ALL else [Split(split)]
@@ -181,7 +181,7 @@ class Plan:
         self.dataset = str(settings.sources) if settings.sources else DataSettings.load().dataset
         if settings.sources is None:
             _check_plays_no_environment(settings, variables)
-        played = settings.of_sources(lambda _, source: source is not None and _is_played(source))
+        played = settings.of_sources(lambda _, source: source is not MAIN and _is_played(source))
         self.sources = {name: own for name, own in settings.by_source().items() if not played[name]}
         """The settings of each source whose prompts are questions; "" without SOURCES."""
         self.left_out = [name for name in played if played[name]]

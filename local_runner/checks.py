@@ -301,7 +301,7 @@ def check_services(loaded: Sequence[Loaded], group: JobGroup) -> None:
         ConfigurationError: a source, or the run, needs a service that the job group does not have.
     """
 
-    def check(settings: TrainerSettings, source: Source | None) -> None:
+    def check(settings: TrainerSettings, source: Source) -> None:
         if not settings.needs_engines:
             return
         needed = {Task.ROLLOUT_SERVER.value, Task.REWARD_SERVER.value}
@@ -364,8 +364,8 @@ def check_judge(loaded: Sequence[Loaded]) -> None:
     if reward is None or trainer is None or not any(name in JUDGES for name in reward.names):
         return
 
-    def check(own: TrainerSettings, source: Source | None) -> None:
-        rewards = reward.by_source()["" if source is None else source.name]
+    def check(own: TrainerSettings, source: Source) -> None:
+        rewards = reward.by_source()[source.name]
         is_relative = all(function.name in RELATIVE for function in rewards.functions)
         if is_relative and own.evaluates and own.rollout.value == "completion":
             raise ConfigurationError(
@@ -392,7 +392,7 @@ def check_lengths(loaded: Sequence[Loaded]) -> None:
     known = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     context = getattr(found.get("RolloutSettings"), "engine_context_length", None) or known
 
-    def check(own: TrainerSettings, source: Source | None) -> None:
+    def check(own: TrainerSettings, source: Source) -> None:
         if context is not None and own.max_new_tokens >= context:
             raise ConfigurationError(
                 f"MAX_NEW_TOKENS is {own.max_new_tokens}, but prompt and answer share a context of {context} tokens "

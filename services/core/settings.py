@@ -24,7 +24,7 @@ from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
 from services.core.removed import removed_among
 from services.core.run_ids import RUN_ID, default_run_id
-from services.core.sources import Schedule, Source, Sources, load_sources
+from services.core.sources import MAIN, Schedule, Source, Sources, load_sources
 
 
 def _parse_json(value: object) -> object:
@@ -153,7 +153,7 @@ class SourcesSettings(Settings):
     docs/guides/sources.md. Unset: DATASET is the only source."""
 
     _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
-    _sources: Sources | None = PrivateAttr(None)
+    _sources: Sources = PrivateAttr(Sources((MAIN,)))
 
     @model_validator(mode="after")
     def _read_sources(self) -> Self:
@@ -174,35 +174,32 @@ class SourcesSettings(Settings):
     def by_source(self) -> dict[str, Self]:
         """Return the settings of each source by its name: those that a run of this source alone would have.
 
-        They are the run's settings, replaced by the source's own. Without SOURCES the only name is "". The file was
+        They are the run's settings, replaced by the source's own. Without SOURCES the only one is MAIN. The file was
         read when the settings were loaded, which raises ConfigurationError for a value that is not allowed.
         """
-        return self._by_source or {"": self}
+        return self._by_source or {MAIN.name: self}
 
-    def of_sources(self, function: Callable[[Self, Source | None], Result]) -> dict[str, Result]:
+    def of_sources(self, function: Callable[[Self, Source], Result]) -> dict[str, Result]:
         """Return, by the name of each source, what ``function`` returns for its settings and the source itself.
 
-        Without SOURCES the only name is "", and the source is None.
+        Without SOURCES the only one is MAIN.
 
         Raises:
             ConfigurationError: ``function`` raised it; the message has the file and the source's name.
         """
         results = {}
-        declared = {source.name: source for source in self._sources.all} if self._sources else {}
-        for name, settings in self.by_source().items():
+        for source, settings in zip(self._sources.all, self.by_source().values(), strict=True):
             try:
-                results[name] = function(settings, declared.get(name))
+                results[source.name] = function(settings, source)
             except ConfigurationError as error:
-                if not name:
+                if source is MAIN:
                     raise
-                raise ConfigurationError(f"SOURCES {self.sources}, source {name!r}: {error}") from error
+                raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {error}") from error
         return results
 
     @property
     def schedule(self) -> Schedule:
         """The source of every group that is trained on, by the group's place in the run."""
-        if self._sources is None:
-            return Schedule({"": 1.0})
         return Schedule({source.name: source.ratio for source in self._sources.trained})
 
     def without_sources(self, **own: Any) -> Self:

@@ -69,6 +69,10 @@ class Source(BaseModel):
         return {name: value if isinstance(value, str) else json.dumps(value) for name, value in own.items()}
 
 
+MAIN = Source.model_construct(name="")
+"""The only source of a run without SOURCES. Its name is empty, since no prompt, metric or column has one there."""
+
+
 @dataclass(frozen=True)
 class Sources:
     """The sources of a run, sorted by name."""

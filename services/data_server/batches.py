@@ -21,7 +21,7 @@ from prometheus_client import Counter, Gauge
 
 from services.core import files
 from services.core.errors import ConfigurationError
-from services.core.sources import Source
+from services.core.sources import MAIN, Source
 from services.data_server.dataset import Dataset, load
 from services.data_server.dataset_rows import TOO_LONG
 from services.data_server.settings import Curriculum, DataSettings
@@ -140,15 +140,14 @@ _RENDERED_AHEAD = 2048
 class Batches:
     """The prompts of a source in the order of their epochs."""
 
-    source: Source | None
-    """None without SOURCES."""
+    source: Source
     dataset: Dataset
     orders: dict[Split, EpochOrder]
     state: ServerState
     curriculum: Curriculum
 
     @classmethod
-    def load(cls, settings: DataSettings, source: Source | None = None, *, own_process: bool = False) -> Batches:
+    def load(cls, settings: DataSettings, source: Source = MAIN, *, own_process: bool = False) -> Batches:
         """Load dataset and state of a source. With ``own_process`` the state is in the run directory, else in memory.
 
         Raises:
@@ -159,7 +158,7 @@ class Batches:
         seed, curriculum = settings.data_seed, settings.curriculum
         # A run that is resumed with another dataset or order has another state for it.
         identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {seed}, {curriculum.value})"
-        if source is not None:
+        if source.name:
             identity = f"{source.name}: {identity}"
         digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
         state = ServerState(settings.run_dir / "data" / digest if own_process else None)

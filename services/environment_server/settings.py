@@ -8,7 +8,7 @@ import socket
 from pydantic import AnyHttpUrl, Field
 
 from services.core.settings import DeadlineSettings, SourcesSettings
-from services.core.sources import Source
+from services.core.sources import MAIN, Source
 
 TEXT_TURNS = 10
 """Answers of an episode of a built-in text environment: enough to correct a mistake, and few enough for one context."""
@@ -71,10 +71,10 @@ class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     def environments(self) -> dict[str, str]:
         """The environment of each source that plays one, by the source's name; ENVIRONMENT by "" where none does."""
 
-        def played(own: EnvironmentSettings, source: Source | None) -> str | None:
+        def played(own: EnvironmentSettings, source: Source) -> str | None:
             # ROLLOUT is the trainer's. A source without one of its own may play the ENVIRONMENT that is set here.
-            default = "environment" if "environment" in own.model_fields_set else ""
-            rollout = "environment" if source is None else source.settings.get("rollout", default)
+            may_play = source is MAIN or "environment" in own.model_fields_set
+            rollout = source.settings.get("rollout", "environment" if may_play else "")
             return own.environment if rollout == "environment" else None
 
         return {source: name for source, name in self.of_sources(played).items() if name} or {"": self.environment}
