@@ -153,7 +153,7 @@ class SourcesSettings(Settings):
     docs/guides/sources.md. Unset: DATASET is the only source."""
 
     _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
-    _sources: Sources = PrivateAttr(Sources((MAIN,)))
+    _sources: Sources = PrivateAttr(default_factory=lambda: Sources((MAIN,)))
 
     @model_validator(mode="after")
     def _read_sources(self) -> Self:
