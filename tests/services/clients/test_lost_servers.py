@@ -84,7 +84,8 @@ class Server:
     """An environment-server in this process, which forgets its episodes when it is killed."""
 
     def __init__(self, name: str = "guessing", turns: int = TURNS) -> None:
-        self._settings = EnvironmentSettings(environment=name, environment_max_steps=turns, environment_server_name="a")
+        most = turns if name == "guessing" else None
+        self._settings = EnvironmentSettings(environment=name, environment_max_steps=most, environment_server_name="a")
         self._running = ExitStack()
         self.port = 0
 
