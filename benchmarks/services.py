@@ -143,7 +143,7 @@ def replay_figures(args: argparse.Namespace) -> Iterator[Figure]:
     """Measure adding groups, drawing from all of them, snapshots, and a restart."""
     count = args.groups // 10 if args.quick else args.groups
     with tempfile.TemporaryDirectory() as directory:
-        environment = {"REPLAY_DIR": directory, "REPLAY_CAPACITY": str(count)}
+        environment = {"REPLAY_DIR": directory}
         with running("replay_buffer", **environment) as service:
             yield Figure("groups added", count / _add(service.port, count), "1/s")
             for strategy in ("priority", "recency", "uniform"):

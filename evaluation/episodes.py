@@ -122,7 +122,7 @@ async def _local(environment: str | None) -> AsyncIterator[OpenArena]:
     async with AsyncExitStack() as stack:
         make, trial = await open_with_trial(settings, stack, "--environment")
         trial.close()
-        info = describe(settings.environment, make, trial, settings.environment_max_steps)
+        info = describe(settings.environment, make, trial, settings.most_steps)
         yield OpenArena(info, LocalArena(info, make))
 
 

@@ -18,7 +18,7 @@ from services.agents import Agent, load_agent
 from services.core import endpoints, machine
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.core.sources import Source
+from services.core.sources import MAIN, Source
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
@@ -210,11 +210,11 @@ class Plan:
         """
         settings = DataSettings.load(model_name=model if self.servers.needs_ids else None)
         loaded = settings.of_sources(
-            lambda own, source: self._load(own, source) if (source.name if source else "") in self.sources else None
+            lambda own, source: self._load(own, source) if source.name in self.sources else None
         )
         return {source: examples for source, examples in loaded.items() if examples is not None}
 
-    def _load(self, settings: DataSettings, source: Source | None) -> Examples:
+    def _load(self, settings: DataSettings, source: Source) -> Examples:
         split, limit = self.settings.eval_split, self.settings.eval_prompts
         # As in a data-server's own process, transformers is imported without torch, which saves seconds.
         catalogues = load_dataset(settings, source, own_process=True).catalogues
@@ -265,7 +265,7 @@ def _asked(
     is_run = bool(variables.get("ENVIRONMENT")) or variables.get("ROLLOUT") == "environment"
     is_run &= variables.get("DATASET", "seeds") == "seeds" and settings.workflow is not WorkflowName.AGENT
     played = settings.of_sources(
-        lambda _, source: source.settings.get("rollout", rollout) == "environment" if source else is_run
+        lambda _, source: is_run if source is MAIN else source.settings.get("rollout", rollout) == "environment"
     )
     asked = {name: own for name, own in settings.by_source().items() if not played[name]}
     if not asked:

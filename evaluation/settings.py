@@ -14,6 +14,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from services.core.settings import (
+    AgentSettings,
     AnswerSettings,
     DeterminismSettings,
     JsonTexts,
@@ -33,7 +34,9 @@ class WorkflowName(StrEnum):
     AGENT = "agent"
 
 
-class EvaluationSettings(ModelSettings, TemplateSettings, AnswerSettings, DeterminismSettings, SourcesSettings):
+class EvaluationSettings(
+    ModelSettings, TemplateSettings, AnswerSettings, AgentSettings, DeterminismSettings, SourcesSettings
+):
     """Settings of an evaluation."""
 
     top_p: float = Field(1.0, gt=0, le=1)

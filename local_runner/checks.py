@@ -367,14 +367,9 @@ def _check_judge(reward: RewardSettings, trainer: TrainerSettings) -> None:
     """Check that the trainer waits longer than a judge may take, and that held-out completions have a reward."""
     if not any(name in JUDGES for name in reward.names):
         return
-    if reward.judge_seconds >= trainer.service_deadline_seconds:
-        raise ConfigurationError(
-            f"JUDGE_SECONDS={reward.judge_seconds:g} must be less than SERVICE_DEADLINE_SECONDS="
-            f"{trainer.service_deadline_seconds:g}, after which the trainer gives the reward-server up; change one"
-        )
 
-    def check(own: TrainerSettings, source: Source | None) -> None:
-        rewards = reward.by_source()["" if source is None else source.name]
+    def check(own: TrainerSettings, source: Source) -> None:
+        rewards = reward.by_source()[source.name]
         is_relative = all(function.name in RELATIVE for function in rewards.functions)
         if is_relative and own.evaluates and own.rollout.value == "completion":
             raise ConfigurationError(
@@ -394,7 +389,7 @@ def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None
     # Engines extend the context by a model's scaled rotations.
     context = engine_context or (None if config.get("rope_scaling") else config.get("max_position_embeddings"))
 
-    def check(own: TrainerSettings, source: Source | None) -> None:
+    def check(own: TrainerSettings, source: Source) -> None:
         if context is not None and own.max_new_tokens >= context:
             raise ConfigurationError(
                 f"MAX_NEW_TOKENS is {own.max_new_tokens}, but prompt and answer share a context of {context} tokens "

@@ -121,7 +121,7 @@ class Fork:
     def is_ahead(self) -> bool:
         """True if the data-server's state is that of the run's end, and no checkpoint has an earlier one."""
         curriculum = self.run.settings(Task.DATA_SERVER).get("curriculum", "off")
-        return self.run.settings(Task.TRAINER).get("mode") == "async" or curriculum not in ("off", "source")
+        return self.run.settings(Task.TRAINER).get("mode") == "async" or curriculum == "balanced"
 
     def parts(self) -> Iterator[Part]:
         """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start."""

@@ -38,7 +38,7 @@ from trainer.reporting.group_records import GroupRecords
 KILL, STOP = "kill", "stop"
 FILE = "chaos.json"
 SHORTEST_STOP, LONGEST_STOP = 1.0, 8.0
-"""Seconds of a stop: far below those after which a component that hangs counts as lost (ENGINE_HANG_SECONDS)."""
+"""Seconds of a stop: far below those after which a component that hangs counts as lost."""
 WAIT_SECONDS = 1800.0
 """Longest wait for the first step of a run, and for a component to be healthy again."""
 POLL_SECONDS = 0.3

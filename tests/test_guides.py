@@ -60,7 +60,7 @@ class Desk:
         (folder / DEMO_MODEL).symlink_to(model)
         monkeypatch.chdir(folder)
         # The template is what the tiny model can read.
-        monkeypatch.setenv("ARITHMETIC_TEMPLATE", "{a}{op}{b}=")
+        monkeypatch.setenv("DATASET_CONFIG", '{"template": "{a}{op}{b}="}')
         # As `source .venv/bin/activate` does.
         monkeypatch.setenv("PATH", str(folder / ".venv/bin"), prepend=os.pathsep)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from services.core.errors import ConfigurationError
 from services.core.files import read_records, saved_steps
+from services.core.settings import Settings
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
 from trainer.config import TrainerSettings
@@ -45,7 +46,8 @@ SECTIONS = (
     OptimisationSection,
     SamplingSection,
 )
-NUMBERS = {"model_name", "seed", "sources"}.union(*(section.__annotations__ for section in SECTIONS))
+SECTION_FIELDS = {name for section in SECTIONS for name in section.model_fields} - Settings.model_fields.keys()
+NUMBERS = {"model_name", "seed", "sources"} | SECTION_FIELDS
 """The settings on which the numbers of an update depend."""
 
 

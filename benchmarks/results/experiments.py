@@ -64,9 +64,7 @@ DEMO = env_file(ROOT / "examples/demo.env") | EXACT | {"NUM_EPOCHS": "1000", "EV
 PARITY, LARGE, PERCENTAGE = (f"benchmarks.results.parity:{name}" for name in ("parity", "large", "percentage"))
 TINY = EXACT | {
     "DATASET": "arithmetic",
-    "ARITHMETIC_DIGITS": "1,2",
-    "ARITHMETIC_OPERATIONS": "+-",
-    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "DATASET_CONFIG": '{"digits": [1, 2], "operations": "+-", "template": "{a}{op}{b}="}',
     "PROMPT_STYLE": "plain",
     "REWARD_FN": PARITY,
     "ROLLOUT_ENGINE": "embedded",

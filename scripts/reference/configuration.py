@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
@@ -16,33 +17,55 @@ TARGET = ROOT / "docs" / "configuration.md"
 
 def tables() -> str:
     """Return the tables of all components and sections of settings."""
-    parts = ["## All components\n", _table(Settings)]
+    parts = ["## All components\n", _table(Settings.model_fields, Settings)]
     for reader in READERS:
         settings = reader.settings_class()
         parts.append(f"## {reader.heading}\n")
         # A class without fields of its own is made of sections.
-        for section in [] if settings.__annotations__ else settings.__bases__:
-            parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
-            parts.append(_table(section))
         if settings.__annotations__:
-            parts.append(_table(settings))
+            parts.append(_table(_own_fields(settings), settings))
+            continue
+        for section in settings.__bases__:
+            assert issubclass(section, Settings)
+            parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
+            if read_with := vars(section).get("read_with"):
+                parts.append(f"Read with `{read_with}` alone.\n")
+            parts.append(_table(_own_fields(section), section))
     return "\n".join(parts)
 
 
-def _table(settings: type[Settings]) -> str:
-    """Return the table of a class's own fields, and a second one of those whose text ends with ADVANCED."""
-    usual: list[str] = []
-    advanced: list[str] = []
-    for name, field in settings.model_fields.items():
-        if settings is Settings or name not in Settings.model_fields:
-            meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-            shown = f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
-            default = "" if field.default in (None, PydanticUndefined) else shown
-            rows = advanced if meaning.endswith(ADVANCED) else usual
-            rows.append(f"| `{name.upper()}` | {default} | {meaning.removesuffix(ADVANCED).rstrip()} |")
-    head = ["| variable | default | meaning |", "|---|---|---|"]
-    lines = [*head, *usual, ""] if usual else []
-    return "\n".join([*lines, "Advanced:\n", *head, *advanced, ""] if advanced else lines)
+def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
+    return {name: field for name, field in settings.model_fields.items() if name not in Settings.model_fields}
+
+
+def _table(fields: dict[str, FieldInfo], settings: type[Settings]) -> str:
+    """Return the table of fields of a class, and a second one of those whose text ends with ADVANCED."""
+    meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
+    of_all = vars(settings).get("read_with")
+    for name, choices in settings.choices().items():
+        if own := [f"`{choice.replace('|', ' or ')}`" for choice in choices if choice != of_all]:
+            text = meanings[name].removesuffix(ADVANCED).rstrip()
+            meanings[name] = (
+                f"{text} Read with {' and '.join(own)} alone. {ADVANCED * meanings[name].endswith(ADVANCED)}"
+            )
+    usual, advanced = (
+        [
+            f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
+            for name, field in fields.items()
+            if meanings[name].endswith(ADVANCED) is is_advanced
+        ]
+        for is_advanced in (False, True)
+    )
+    lines = ["| variable | default | meaning |", "|---|---|---|", *usual, ""] if usual else []
+    if advanced:
+        lines += ["Advanced:\n", "| variable | default | meaning |", "|---|---|---|", *advanced, ""]
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined or field.default is None:
+        return ""
+    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
 
 def main(arguments: list[str]) -> int:

@@ -18,7 +18,7 @@ from services.clients.player import Score
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError, own_error
 from services.core.logs import get_logger
-from services.core.settings import AgentSettings
+from services.core.settings import EpisodeLimits
 from services.core.tasks import Stopwatch
 from services.http.client import RequestRefusedError, pool_for
 from services.protocol.base import derive_seed
@@ -85,7 +85,7 @@ class EpisodePlayer:
         gateway: GatewayClient,
         model: str,
         score: Score,
-        limits: AgentSettings,
+        limits: EpisodeLimits,
         *,
         patience: float,
     ) -> None:

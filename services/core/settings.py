@@ -13,8 +13,9 @@ import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -23,7 +24,7 @@ from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
 from services.core.removed import removed_among
 from services.core.run_ids import RUN_ID, default_run_id
-from services.core.sources import Schedule, Source, Sources, load_sources
+from services.core.sources import MAIN, Schedule, Source, Sources, load_sources
 
 
 def _parse_json(value: object) -> object:
@@ -57,6 +58,10 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True, extra="ignore", env_ignore_empty=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    read_with: ClassVar[str] = ""
+    """The choice with which the variables of this class are read, as in ``ROLLOUT=agent|program``, or the name of a
+    variable that is set to anything but 0; several are joined by " and ". Without it its variables are unknown."""
 
     jobgroup_token: SecretStr | None = None
     """When set, every route but /health asks for `Authorization: Bearer <token>`."""
@@ -99,6 +104,26 @@ class Settings(BaseSettings):
             lines = [_describe(problem) for problem in error.errors()]
             raise ConfigurationError("; ".join(lines)) from error
 
+    @classmethod
+    def choices(cls) -> dict[str, list[str]]:
+        """Return the choices with which a field is read, by the field's name; fields that are always read have none."""
+        choices: dict[str, list[str]] = {}
+        for section in cls.__mro__:
+            if issubclass(section, Settings) and (read_with := vars(section).get("read_with")):
+                for name in section.model_fields.keys() - Settings.model_fields.keys():
+                    choices.setdefault(name, []).extend(read_with.split(" and "))
+        return choices
+
+    @classmethod
+    def unread(cls, value: Callable[[str], Any]) -> dict[str, str]:
+        """Return the names of the fields that are not read, each with a choice without which it is not.
+
+        Args:
+            value: returns the value of a field by its name.
+        """
+        missing = {name: [c for c in choices if not _is_made(c, value)] for name, choices in cls.choices().items()}
+        return {name: choices[0] for name, choices in missing.items() if choices}
+
     @property
     def run_dir(self) -> Path:
         """The run directory."""
@@ -128,7 +153,7 @@ class SourcesSettings(Settings):
     docs/guides/sources.md. Unset: DATASET is the only source."""
 
     _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
-    _sources: Sources | None = PrivateAttr(None)
+    _sources: Sources = PrivateAttr(default_factory=lambda: Sources((MAIN,)))
 
     @model_validator(mode="after")
     def _read_sources(self) -> Self:
@@ -137,45 +162,54 @@ class SourcesSettings(Settings):
             self._by_source = {source.name: self._of(source) for source in self._sources.all}
         return self
 
+    @model_validator(mode="after")
+    def _is_read(self) -> Self:
+        each = [own.unread(partial(getattr, own)) for own in self.by_source().values()]
+        for name in sorted(self.model_fields_set):
+            if all(name in unread for unread in each):
+                choice = each[0][name].replace("|", " or ")
+                raise ValueError(f"{name.upper()} is read with {choice} alone; set that, or unset {name.upper()}")
+        return self
+
     def by_source(self) -> dict[str, Self]:
         """Return the settings of each source by its name: those that a run of this source alone would have.
 
-        They are the run's settings, replaced by the source's own. Without SOURCES the only name is "". The file was
+        They are the run's settings, replaced by the source's own. Without SOURCES the only one is MAIN. The file was
         read when the settings were loaded, which raises ConfigurationError for a value that is not allowed.
         """
-        return self._by_source or {"": self}
+        return self._by_source or {MAIN.name: self}
 
-    def of_sources(self, function: Callable[[Self, Source | None], Result]) -> dict[str, Result]:
+    def of_sources(self, function: Callable[[Self, Source], Result]) -> dict[str, Result]:
         """Return, by the name of each source, what ``function`` returns for its settings and the source itself.
 
-        Without SOURCES the only name is "", and the source is None.
+        Without SOURCES the only one is MAIN.
 
         Raises:
             ConfigurationError: ``function`` raised it; the message has the file and the source's name.
         """
         results = {}
-        declared = {source.name: source for source in self._sources.all} if self._sources else {}
-        for name, settings in self.by_source().items():
+        for source, settings in zip(self._sources.all, self.by_source().values(), strict=True):
             try:
-                results[name] = function(settings, declared.get(name))
+                results[source.name] = function(settings, source)
             except ConfigurationError as error:
-                if not name:
+                if source is MAIN:
                     raise
-                raise ConfigurationError(f"SOURCES {self.sources}, source {name!r}: {error}") from error
+                raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {error}") from error
         return results
 
     @property
     def schedule(self) -> Schedule:
         """The source of every group that is trained on, by the group's place in the run."""
-        if self._sources is None:
-            return Schedule({"": 1.0})
         return Schedule({source.name: source.ratio for source in self._sources.trained})
 
     def without_sources(self, **own: Any) -> Self:
-        """Return the run's settings, replaced by ``own``, as those of a run without SOURCES."""
-        # What nothing has set stays unset, because some checks ask for that.
-        inherited = {name: getattr(self, name) for name in (*self.model_fields_set, "run_id")}
-        return type(self)(**{**inherited, **own, "sources": None})
+        """Return the run's settings, replaced by ``own``, as those of a run without SOURCES.
+
+        What nothing has set stays unset, and what the choices of ``own`` do not read is not inherited.
+        """
+        names = {*self.model_fields_set, "run_id"} - self.unread(lambda name: own.get(name, getattr(self, name))).keys()
+        values = {name: getattr(self, name) for name in names} | own | {"sources": None}
+        return type(self)(_env_prefix="no variable has this prefix ", **values)
 
     def _of(self, source: Source) -> Self:
         own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}
@@ -215,6 +249,13 @@ class MethodSettings(Settings):
     method: Method = Method.RL
     """`rl`: the policy samples answers and learns from their rewards, or from a teacher. `sft`: it learns the tokens of
     rows with `messages`, or with `prompt` and `completion`, as they are; docs/guides/sft.md."""
+
+
+class RewardWeightSettings(Settings):
+    """The use of rewards in training, which trainer and data-server read."""
+
+    read_with = "METHOD=rl"
+
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. REWARD_FN is
     not asked about training answers, so that no reward-server is needed unless EVAL_PROMPTS asks for an accuracy. Rows
@@ -254,6 +295,16 @@ class ContextSettings(Settings):
     """Longest prompt and completion together, in tokens; default the model's."""
 
 
+class DeadlineSettings(Settings):
+    """The time-out from which those of the services follow, which trainer and services read."""
+
+    service_deadline_seconds: float = Field(300, gt=0)
+    """Longest time that a service may be unreachable before the run ends as recoverable. Other time-outs follow from
+    it: an answer of a judge may take 0.4 of it, an answer may wait a fifteenth for a worker or a box of the
+    reward-server, a worker with an old version of the policy leaves the routing after a fifth without the trainer, and
+    a rollout node without its router or volume ends after twice as long. [advanced]"""
+
+
 class DeterminismSettings(Settings):
     """The determinism of engines, which all who send requests to engines read."""
 
@@ -263,7 +314,7 @@ class DeterminismSettings(Settings):
     always deterministic."""
 
 
-class EnginesSection(DeterminismSettings):
+class EnginesSection(DeterminismSettings, DeadlineSettings):
     """Settings on which trainer and engines must agree: trainer and rollout-server read the same variables."""
 
     engine_start_seconds: float = Field(1800.0, gt=0)
@@ -294,17 +345,27 @@ class AgentColumns(Settings):
         return [name.strip() for name in self.agent_columns.split(",") if name.strip()]
 
 
-class AgentSettings(AgentColumns):
-    """An agent and its limits, the same in training and evaluation."""
+class AgentFunction(Settings):
+    """An agent as a function, the same in training and evaluation."""
 
     agent: str = ""
     """The agent as `module:function`, the same function in training (`ROLLOUT=agent`) and for `grpo evaluate --agent`.
     `evaluation.math_agent:solve` is built in."""
+
+
+class AgentProgram(Settings):
+    """An agent as a program, the same in training and evaluation."""
+
     agent_command: str = ""
     """The agent as a shell command in any language (`ROLLOUT=program`, `grpo evaluate --agent-command`): the task is
     JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
     REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
     GRPO_REWARD_FD."""
+
+
+class EpisodeLimits(AgentColumns):
+    """The limits of an episode, the same in training and evaluation."""
+
     agent_max_turns: int = Field(16, ge=1, le=65_536)
     """Most calls of the model in an episode."""
     agent_max_tokens: int = Field(4096, ge=1, le=1_048_576)
@@ -314,13 +375,25 @@ class AgentSettings(AgentColumns):
     long; then the engines are too slow, and it has no reward."""
 
 
-class AnswerSettings(AgentSettings):
+class AgentSettings(AgentFunction, AgentProgram, EpisodeLimits):
+    """An agent and its limits, which evaluations read."""
+
+
+class AnswerSettings(Settings):
     """The sampling of answers, the same in training and evaluation."""
 
     max_new_tokens: int = Field(512, ge=1)
     """Longest completion, in tokens; an agent's, a turn."""
     temperature: float = Field(1.0, gt=0, le=10)
     """Sampling temperature; training uses the same distribution, and a greedy answer has none."""
+
+
+def _is_made(choice: str, value: Callable[[str], Any]) -> bool:
+    """Return whether a choice of ``read_with`` is made."""
+    names, _, allowed = choice.partition("=")
+    if allowed:
+        return str(value(names.lower())) in allowed.split("|")
+    return any(value(name.lower()) for name in names.split("|"))
 
 
 def _describe(problem: Any) -> str:

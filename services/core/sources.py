@@ -28,13 +28,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.core.errors import ConfigurationError
+from services.core.removed import removed_among
 
 OWN = frozenset(
     {
         *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_test", "dataset_held_out"),
         *("prompt_column", "ground_truth_column", "ground_truth_format", "prompt_style", "system_prompt"),
-        *("instruction", "curriculum", "arithmetic_digits", "arithmetic_operations", "arithmetic_template"),
-        *("reward_fn", "accuracy_fn", "judge_rubric", "rollout", "group_size", "max_new_tokens"),
+        *("instruction", "curriculum", "reward_fn", "accuracy_fn", "judge_rubric"),
+        *("rollout", "group_size", "max_new_tokens"),
         *("agent", "agent_command", "agent_max_turns", "agent_max_tokens", "agent_seconds", "agent_columns"),
         *("environment", "opponent"),
         *("teacher_model", "teacher_url"),
@@ -66,6 +67,10 @@ class Source(BaseModel):
         """The source's own variables, in lower case, as the environment would have them: text, or JSON as text."""
         own: dict[str, Any] = self.model_extra or {}
         return {name: value if isinstance(value, str) else json.dumps(value) for name, value in own.items()}
+
+
+MAIN = Source.model_construct(name="")
+"""The only source of a run without SOURCES. Its name is empty, since no prompt, metric or column has one there."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ def _source(node: yaml.Node, path: Path) -> Source:
         if names.count(name) > 1:
             raise ConfigurationError(f"{line}: {name!r} is set twice in a source; remove one")
         if name not in OWN and name not in Source.model_fields:
+            if sentences := removed_among([name]):
+                raise ConfigurationError(f"{line}: {sentences[0]}")
             raise ConfigurationError(
                 f"{line}: {name!r} is not a key of a source; allowed are "
                 f"{', '.join([*Source.model_fields, *sorted(OWN)])}; every other variable is the same for all sources"

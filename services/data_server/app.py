@@ -156,7 +156,7 @@ def _stats(sources: Mapping[str, Batches]) -> DataStats:
     refused: Counter[str] = Counter()
     for stats in own.values():
         refused.update(stats.refused)
-    declared = [batches.source for batches in sources.values() if batches.source is not None]
+    declared = [batches.source for batches in sources.values()]
     return DataStats(
         source=", ".join(own),
         train_prompts=sum(own[source.name].train_prompts for source in declared if not source.eval_only),

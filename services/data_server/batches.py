@@ -21,7 +21,7 @@ from prometheus_client import Counter, Gauge
 
 from services.core import files
 from services.core.errors import ConfigurationError
-from services.core.sources import Source
+from services.core.sources import MAIN, Source
 from services.data_server.dataset import Dataset, load
 from services.data_server.dataset_rows import TOO_LONG
 from services.data_server.settings import Curriculum, DataSettings
@@ -71,21 +71,16 @@ class EpochOrder:
         if self._curriculum is Curriculum.OFF:
             return random.permutation(self._size).astype(np.int32)
         rates = self._rates_at_start(epoch)
-        weights = np.ones(self._size) if rates is None else _weights(rates, self._curriculum)
+        weights = np.ones(self._size) if rates is None else _weights(rates)
         # Exponential keys give a weighted order without replacement (Efraimidis and Spirakis 2006, algorithm A-ES).
         keys = random.exponential(size=self._size) / weights
         return np.argsort(keys, kind="stable").astype(np.int32)
 
 
-def _weights(rates: Rates, curriculum: Curriculum) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _weights(rates: Rates) -> np.ndarray[Any, np.dtype[np.float64]]:
     # A prompt that was never tried counts as half solved.
     solved = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
-    preference = {
-        Curriculum.BALANCED: 4 * solved * (1 - solved),
-        Curriculum.EASY_FIRST: solved,
-        Curriculum.HARD_FIRST: 1 - solved,
-    }[curriculum]
-    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * preference
+    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * 4 * solved * (1 - solved)
 
 
 def walk(
@@ -145,15 +140,14 @@ _RENDERED_AHEAD = 2048
 class Batches:
     """The prompts of a source in the order of their epochs."""
 
-    source: Source | None
-    """None without SOURCES."""
+    source: Source
     dataset: Dataset
     orders: dict[Split, EpochOrder]
     state: ServerState
     curriculum: Curriculum
 
     @classmethod
-    def load(cls, settings: DataSettings, source: Source | None = None, *, own_process: bool = False) -> Batches:
+    def load(cls, settings: DataSettings, source: Source = MAIN, *, own_process: bool = False) -> Batches:
         """Load dataset and state of a source. With ``own_process`` the state is in the run directory, else in memory.
 
         Raises:
@@ -164,7 +158,7 @@ class Batches:
         seed, curriculum = settings.data_seed, settings.curriculum
         # A run that is resumed with another dataset or order has another state for it.
         identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {seed}, {curriculum.value})"
-        if source is not None:
+        if source.name:
             identity = f"{source.name}: {identity}"
         digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
         state = ServerState(settings.run_dir / "data" / digest if own_process else None)

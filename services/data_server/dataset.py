@@ -17,7 +17,7 @@ from services.chat.tokenizers import import_transformers_alone, load_tokenizer
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.settings import Method
-from services.core.sources import Source
+from services.core.sources import MAIN, Source
 from services.data_server import dataset_rows
 from services.data_server.dataset_rows import TOO_LONG, Refusal, Rows
 from services.data_server.demonstrations import DemonstrationMaker
@@ -42,10 +42,10 @@ class Catalogue:
     """A split's prompts in their wire form, rendered when they are needed. A row that is refused then has no form."""
 
     def __init__(
-        self, name: str, split: Split, rows: Rows, maker: PromptMaker | DemonstrationMaker, source: Source | None
+        self, name: str, split: Split, rows: Rows, maker: PromptMaker | DemonstrationMaker, source: Source
     ) -> None:
-        self._id_prefix = f"{source.name if source else name}/{split.value}/"
-        self._source = {"source": source.name} if source else {}
+        self._id_prefix = f"{source.name or name}/{split.value}/"
+        self._source = {"source": source.name} if source.name else {}
         self._rows = rows
         self._maker = maker
         self._split = split
@@ -144,13 +144,13 @@ class Dataset:
 
 
 def load(
-    settings: DataSettings, source: Source | None = None, *, own_process: bool = False, first: int | None = None
+    settings: DataSettings, source: Source = MAIN, *, own_process: bool = False, first: int | None = None
 ) -> Dataset:
     """Load the dataset of a source, and the tokenizer.
 
     Args:
         settings: name dataset and model, and give the form of the prompts.
-        source: the source, None without SOURCES.
+        source: the source.
         own_process: whether this process does nothing else, so that it can import transformers without torch.
         first: the number of rows to load of each split of a dataset on the hub; None: all.
 
@@ -163,8 +163,7 @@ def load(
         import_transformers_alone()
     # The tokenizer comes first because it fails sooner.
     tokenizer = None if settings.model_name is None else _load_tokenizer(settings.model_name)
-    eval_only = source is not None and source.eval_only
-    rows = dataset_rows.load(settings, first, eval_only=eval_only)
+    rows = dataset_rows.load(settings, first, eval_only=source.eval_only)
     train = rows.train
     examples: list[dataset_rows.Row] = []
     if settings.prompt_style is PromptStyle.FEW_SHOT:
@@ -174,7 +173,7 @@ def load(
     catalogues = _catalogues(settings, rows.name, splits, maker, tokenizer, source)
     fingerprint = _fingerprint(settings, splits, maker)
     dataset = Dataset(
-        source.name if source else "",
+        source.name,
         rows.name,
         catalogues,
         rows.rows,
@@ -209,7 +208,7 @@ def _catalogues(
     splits: dict[Split, Rows],
     maker: PromptMaker,
     tokenizer: PreTrainedTokenizerBase | None,
-    source: Source | None,
+    source: Source,
 ) -> dict[Split, Catalogue]:
     """Return the catalogue of each split.
 

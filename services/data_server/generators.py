@@ -19,10 +19,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from string import Formatter
+from typing import Annotated, Any, TypeVar
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
@@ -35,6 +36,8 @@ log = get_logger(__name__)
 
 Tables = tuple[pa.Table, pa.Table]
 """Training and held-out rows."""
+
+Config = TypeVar("Config", bound=BaseModel)
 
 ARITHMETIC_HELD_OUT_SHARE = 0.2
 _PAIRS_A_LEVEL = 20_000
@@ -96,17 +99,49 @@ def _ask_arithmetic(smaller: int, larger: int, operation: str, template: str, ca
     return [Question(template.format(a=a, op=operation, b=b), answer, category) for a, b in sorted(orders)]
 
 
+class _ArithmeticConfig(BaseModel):
+    """DATASET_CONFIG of arithmetic."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    digits: list[Annotated[int, Field(ge=1, le=3)]] = Field([1], min_length=1)
+    operations: str = Field("+", pattern=r"^[-+*]+$")
+    template: str = "What is {a} {op} {b}? Answer with just the number."
+
+    @field_validator("template")
+    @classmethod
+    def _check_template(cls, template: str) -> str:
+        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        if not {"a", "b"} <= fields <= {"a", "op", "b"}:
+            raise ValueError("allowed are the fields {a}, {op} and {b}, of which {a} and {b} are needed")
+        template.format(a=1, op="+", b=2)
+        return template
+
+
 def _arithmetic_tables(settings: DataSettings, _refused: Counter[str]) -> Tables:
+    config = _read_config(settings, _ArithmeticConfig, '{"digits": [1, 2], "operations": "+-"}')
     train, held_out = (
         pa.Table.from_pylist([vars(question) for question in split])
-        for split in arithmetic_questions(
-            digits=[int(digit) for digit in settings.arithmetic_digits.split(",")],
-            operations=settings.arithmetic_operations,
-            template=settings.arithmetic_template,
-            seed=settings.data_seed,
-        )
+        for split in arithmetic_questions(**vars(config), seed=settings.data_seed)
     )
     return train, held_out
+
+
+def _read_config(settings: DataSettings, form: type[Config], example: str) -> Config:
+    """Return DATASET_CONFIG as a generator's form.
+
+    Raises:
+        ConfigurationError: it is not of that form; the message has an example.
+    """
+    try:
+        return form.model_validate_json(settings.dataset_config or "{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(
+            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{': ' if where else ''}{first['msg']}; "
+            f"write JSON such as {example}"
+        ) from error
 
 
 TRAINING_SEEDS = range(10_000)
@@ -176,15 +211,8 @@ def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
                 f"twice; write {REASONING_GYM}NAME or {REASONING_GYM}NAME=2,OTHER=1"
             )
         weights[match["name"]] = float(match["weight"] or 1)
-    try:
-        config = _ReasoningConfig.model_validate_json(settings.dataset_config or "{}")
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(
-            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{': ' if where else ''}{first['msg']}; "
-            f'write JSON such as {{"size": 1000, "levels": [0, 1], "chain_sum": {{"max_terms": 3}}}}'
-        ) from error
+    example = '{"size": 1000, "levels": [0, 1], "chain_sum": {"max_terms": 3}}'
+    config = _read_config(settings, _ReasoningConfig, example)
     return {
         "weights": weights,
         "size": config.size,

@@ -37,7 +37,7 @@ def main() -> None:
     print(json.dumps(found.get("", {"sources": found})))
 
 
-def _look(settings: DataSettings, source: Source | None) -> dict[str, Any]:
+def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
     """Return the numbers of rows of a source; empty if the hub does not answer."""
     if "--rows" in sys.argv or not Path(settings.model_name or "").expanduser().is_dir():
         settings = settings.model_copy(update={"model_name": None})

@@ -8,10 +8,9 @@ import re
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from string import Formatter
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from services.core.errors import ConfigurationError
 from services.core.settings import (
@@ -19,6 +18,7 @@ from services.core.settings import (
     Method,
     MethodSettings,
     RewardFunctionSettings,
+    RewardWeightSettings,
     SourcesSettings,
     TemplateSettings,
 )
@@ -54,11 +54,11 @@ class Curriculum(StrEnum):
     OFF = "off"
     SOURCE = "source"
     BALANCED = "balanced"
-    EASY_FIRST = "easy_first"
-    HARD_FIRST = "hard_first"
 
 
-class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctionSettings, SourcesSettings):
+class DataSettings(
+    TemplateSettings, AgentColumns, MethodSettings, RewardWeightSettings, RewardFunctionSettings, SourcesSettings
+):
     """The data-server's environment variables."""
 
     dataset: str = Field("gsm8k", min_length=1)
@@ -69,7 +69,9 @@ class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctio
     dataset_config: str | None = None
     """Configuration name of a Hugging Face dataset. For `reasoning_gym:...` JSON with any of `size` (questions, 1000),
     `levels` (of difficulty, from 0) and parameters by generator: `{"size": 1000, "levels": [0, 1], "chain_sum":
-    {"max_terms": 3}}`."""
+    {"max_terms": 3}}`. For `arithmetic` JSON with any of `digits` of both operands (`[1, 2]`; unset: 1),
+    `operations` (`+`, `-` and `*`, written together; unset: `+`) and the `template` of a question, with `{a}`, `{op}`
+    and `{b}`."""
     dataset_train_split: str = "train"
     """Split of a Hugging Face dataset to train on."""
     dataset_test_split: str = "test"
@@ -107,16 +109,8 @@ class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctio
     """Seed of the shuffled order, of generated questions and of their split."""
     curriculum: Curriculum = Curriculum.OFF
     """Order of the prompts within an epoch. `off`: a random order of its own for each epoch; `source`: the order of
-    the dataset, which for `reasoning_gym:...` has the easier levels first. By recorded success rates: `balanced` has
-    prompts near one half earlier, `easy_first` the often solved ones, `hard_first` the seldom solved ones. Each
-    prompt comes once an epoch."""
-
-    arithmetic_digits: str = Field("1", pattern=r"^[123](,[123])*$")
-    """Digits of both operands; several levels with commas: `1,2`."""
-    arithmetic_operations: str = Field("+", pattern=r"^[-+*]+$")
-    """Which of `+`, `-` and `*` occur, written together."""
-    arithmetic_template: str = "What is {a} {op} {b}? Answer with just the number."
-    """The arithmetic question, with `{a}`, `{op}` and `{b}`."""
+    the dataset, which for `reasoning_gym:...` has the easier levels first; `balanced`: prompts whose recorded success
+    rates are near one half come earlier. Each prompt comes once an epoch."""
 
     @property
     def reads(self) -> dict[str, Reads]:
@@ -150,15 +144,6 @@ class DataSettings(TemplateSettings, AgentColumns, MethodSettings, RewardFunctio
     def largest_row(self) -> int:
         """Bytes of a row, a question or a ground truth; what is learned as it is may be longer."""
         return LARGEST_DEMONSTRATION if self.method is Method.SFT else LARGEST_ROW
-
-    @field_validator("arithmetic_template")
-    @classmethod
-    def _check_template(cls, template: str) -> str:
-        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-        if not {"a", "b"} <= fields <= {"a", "op", "b"}:
-            raise ValueError("allowed are the fields {a}, {op} and {b}, of which {a} and {b} are needed")
-        template.format(a=1, op="+", b=2)
-        return template
 
 
 GENERATORS = ("arithmetic", "seeds", REASONING_GYM)

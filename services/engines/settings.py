@@ -43,17 +43,6 @@ class RolloutSettings(EngineSettings, EnginesSection):
 
     rollout_engine: EngineKind = EngineKind.AUTO
     """`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU."""
-    engine_hang_seconds: float = Field(60.0, gt=0)
-    """An engine or router whose /health does not answer for that long is killed and restarted. So is an SGLang whose
-    scheduler does not answer /health_generate: within 1.5 times as long, or ten minutes later while weights change.
-    [advanced]"""
-    engine_stale_seconds: float = Field(60.0, gt=0)
-    """A registered worker that serves an older version than the newest published one for that long, while the trainer
-    does not answer, leaves the routing and loads the newest. A trainer that answers may be publishing it, and has half
-    an hour. A sleeping engine (ENGINE_SLEEPS) wakes when the trainer has not answered for that long. [advanced]"""
-    rollout_lost_seconds: float = Field(600.0, gt=0)
-    """A node whose worker cannot be registered for that long, because the router or the shared volume is gone, ends
-    with exit code 33. [advanced]"""
     rollout_max_restarts: int = Field(3, ge=0)
     """Restarts within ten minutes of an engine or router that ended; after them the launcher exits with 33. One
     that never answered gets the same number of restarts in total; then the launcher exits with 78. [advanced]"""
@@ -72,6 +61,23 @@ class RolloutSettings(EngineSettings, EnginesSection):
     router_extra_flags: str = ""
     """More flags for `sglang_router.launch_router`, as on a command line, such as `--policy round_robin`. They win over
     the launcher's own, which docs/rollouts.md lists. [advanced]"""
+
+    @property
+    def stale_seconds(self) -> float:
+        """Longest time that a registered worker may serve an older version while the trainer does not answer.
+
+        It leaves the routing and loads the newest then. A trainer that answers may be publishing it, and has half an
+        hour. A sleeping engine (ENGINE_SLEEPS) wakes after as long without the trainer.
+        """
+        return self.service_deadline_seconds / 5
+
+    @property
+    def lost_seconds(self) -> float:
+        """Longest time in which a node cannot register its worker, because the router or the volume is gone.
+
+        Up to half an hour in which it reads a version does not count.
+        """
+        return 2 * self.service_deadline_seconds
 
     @field_validator("sglang_extra_flags", "router_extra_flags")
     @classmethod

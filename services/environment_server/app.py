@@ -97,7 +97,7 @@ class Server:
         make, trial = await open_with_trial(
             self.settings.model_copy(update={"environment": name}), stack, variable=variable
         )
-        return make, describe(name, make, trial, self.settings.environment_max_steps), trial
+        return make, describe(name, make, trial, self.settings.most_steps), trial
 
     @property
     def health(self) -> Health:

@@ -166,7 +166,7 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeE
             has no such class.
         NeverReadyError: its server does not answer.
     """
-    name, turns = settings.environment, settings.environment_text_turns
+    name, turns = settings.environment, settings.text_turns
     if name == "guessing":
         yield lambda _seed: GuessingGame(turns)
     elif name == "nim":

@@ -35,6 +35,8 @@ RULES = (
     "Solve the task in the current directory. To run a program, end your message with a block of ```python or ```bash; "
     "its output is the next message, and its files are kept. A message without such a block ends the task."
 )
+SESSION_SECONDS = 60.0
+"""Processor time of all programs of an episode, or of an agent's session; CODE_CPU_SECONDS bounds each of them."""
 SOLUTION = "solution.py"
 """The file that the tests are about, unless the row's column ``file`` names another one."""
 SAVED_BYTES = 8 * 2**20
@@ -99,7 +101,7 @@ class Sandboxes(Tasks):
         self.limits = Limits(rewards.code_cpu_seconds, seconds, rewards.code_memory_mb)
         self.splits = {name: len(split) for name, split in rows.items()} | {BOX: 1}
         digests = " ".join(f"{split.digest()} {split.texts_digest()}" for split in rows.values())
-        turns, session = settings.environment_text_turns, settings.sandbox_session_seconds
+        turns, session = settings.text_turns, SESSION_SECONDS
         self.version = f"1, {turns} turns of {self.limits}, {session:g} s, {rewards.code_score}, rows {digests}"
         self.places = asyncio.Semaphore(rewards.reward_workers)
         """One for each program that runs."""
@@ -149,8 +151,8 @@ class Sandboxed(Conversation):
         self._tasks, self._read = tasks, read
         self._task: Task | None = None
         self._box: Box | None = None
-        self._left = tasks.settings.environment_text_turns
-        self._seconds = tasks.settings.sandbox_session_seconds
+        self._left = tasks.settings.text_turns
+        self._seconds = SESSION_SECONDS
         self._messages: list[dict[str, str]] = []
 
     async def reset(self, seed: int) -> State:

@@ -7,13 +7,17 @@ import socket
 
 from pydantic import AnyHttpUrl, Field
 
-from services.core.settings import SourcesSettings
-from services.core.sources import Source
+from services.core.settings import DeadlineSettings, SourcesSettings
+from services.core.sources import MAIN, Source
 
+TEXT_TURNS = 10
+"""Answers of an episode of a built-in text environment: enough to correct a mistake, and few enough for one context."""
+MAX_STEPS = 10_000
+"""Steps of an episode of another environment, which otherwise could go on without end."""
 BUILT_IN = ("gsm8k", "guessing", "nim", "sandbox")
 
 
-class EnvironmentSettings(SourcesSettings):
+class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     """Settings that the environment server reads from its environment."""
 
     environment: str = Field("CartPole-v1", min_length=1, max_length=100)
@@ -26,22 +30,15 @@ class EnvironmentSettings(SourcesSettings):
         default_factory=lambda: default_name(), pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$"
     )
     """Name of this server at the evaluation head; default the machine's name."""
-    environment_max_steps: int = Field(10_000, ge=1)
-    """An episode is truncated after this number of steps, also if its environment would continue it."""
+    environment_max_steps: int | None = Field(None, ge=1)
+    """An episode is truncated after this number of steps, also if its environment would continue it. Unset: 10 answers
+    in `gsm8k`, `sandbox` and `guessing`, and 10,000 steps elsewhere."""
     environment_step_seconds: float = Field(30.0, gt=0)
     """Time limit of one reset or step; an episode that exceeds it is lost."""
-    environment_text_turns: int = Field(10, ge=1, le=1000)
-    """Answers that a built-in text environment allows before the episode is truncated. [advanced]"""
 
-    sandbox_session_seconds: float = Field(60.0, gt=0)
-    """Processor time of all programs of an episode of `sandbox`, or of an agent's session. CODE_CPU_SECONDS and
-    CODE_MEMORY_MB bound each of them, and a third of ENVIRONMENT_STEP_SECONDS by the clock."""
     sandbox_repeatable: bool = False
     """`true`: the programs of `sandbox` may be run again, so that the episodes of a lost server continue in new boxes
     on another one, if every output is the same. `false`: nothing runs twice, and these episodes are lost."""
-
-    service_deadline_seconds: float = Field(300, gt=0)
-    """Time that an OpenEnv server may take to answer when this server starts. [advanced]"""
 
     eval_head_endpoint: AnyHttpUrl | None = None
     """Address of an evaluation head, `http://host:8080`. When set, this server plays episodes by itself and asks that
@@ -50,6 +47,16 @@ class EnvironmentSettings(SourcesSettings):
     """Episodes played at once with EVAL_HEAD_ENDPOINT."""
     environment_push_total: int | None = Field(None, ge=1)
     """Episodes to play with EVAL_HEAD_ENDPOINT; by default without end. [advanced]"""
+
+    @property
+    def most_steps(self) -> int:
+        """Steps after which an episode is truncated."""
+        return self.environment_max_steps or MAX_STEPS
+
+    @property
+    def text_turns(self) -> int:
+        """Answers that a built-in text environment allows before the episode is truncated."""
+        return self.environment_max_steps or TEXT_TURNS
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -64,10 +71,10 @@ class EnvironmentSettings(SourcesSettings):
     def environments(self) -> dict[str, str]:
         """The environment of each source that plays one, by the source's name; ENVIRONMENT by "" where none does."""
 
-        def played(own: EnvironmentSettings, source: Source | None) -> str | None:
+        def played(own: EnvironmentSettings, source: Source) -> str | None:
             # ROLLOUT is the trainer's. A source without one of its own may play the ENVIRONMENT that is set here.
-            default = "environment" if "environment" in own.model_fields_set else ""
-            rollout = "environment" if source is None else source.settings.get("rollout", default)
+            may_play = source is MAIN or "environment" in own.model_fields_set
+            rollout = source.settings.get("rollout", "environment" if may_play else "")
             return own.environment if rollout == "environment" else None
 
         return {source: name for source, name in self.of_sources(played).items() if name} or {"": self.environment}

@@ -50,7 +50,7 @@ from services.protocol.replay import (
 from services.replay_buffer.database import damage
 from services.replay_buffer.fresh_queue import Admission, FreshQueue
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.store import Snapshots, Store
+from services.replay_buffer.store import CAPACITY, Snapshots, Store
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class Buffer:
         waiting, leased = self.queue.counts()
         return ReplayStats(
             size=groups + experiences,
-            capacity=self.store.settings.replay_capacity,
+            capacity=CAPACITY,
             groups=groups,
             experiences=experiences,
             waiting=waiting,

@@ -72,6 +72,8 @@ CREATE TABLE IF NOT EXISTS leases (
 # A process that is just ending still holds the lock, and a network disk holds that of a dead machine for a while.
 LOCK_SECONDS = 20.0
 
+MAX_BYTES = 64 * 2**30
+"""Largest file, beyond which additions are refused with 507, so that collectors without a trainer fill no disk."""
 _FILE = "replay-buffer.sqlite"
 
 # A group takes several pages of SQLite's default of 4 KiB; larger pages make fewer of them.
@@ -81,25 +83,23 @@ _PAGE_BYTES = 16 * 2**10
 class Database(sqlite3.Connection):
     """The connection to the file, which no other process can open meanwhile. Used from one thread at a time."""
 
-    def __init__(self, directory: Path, *, fsync: bool, max_bytes: int) -> None:
+    def __init__(self, directory: Path) -> None:
         """Open the file in ``directory``, or create it.
 
-        With ``fsync``, a committed transaction survives a loss of power. Without it, a loss of power may undo the last
-        transactions, but the death of the process undoes none. The file may grow to ``max_bytes``.
+        A committed transaction survives the death of the process and a loss of power. The file may grow to MAX_BYTES.
 
         Raises:
             ConfigurationError: the directory cannot be used, or the file is damaged.
             DependencyLostError: another process uses it.
         """
         self._directory = directory
-        self._max_bytes = max_bytes
         try:
             directory.mkdir(parents=True, exist_ok=True)
             super().__init__(directory / _FILE, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
             # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
             self.executescript(
                 f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
-                f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA secure_delete = OFF"
+                "PRAGMA synchronous = FULL; PRAGMA secure_delete = OFF"
             )
             files.require_database_format(self, directory / _FILE, FORMAT)
             self.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
@@ -125,11 +125,11 @@ class Database(sqlite3.Connection):
             self.execute("BEGIN")
             yield
             used = self.used_bytes
-            if used > max(before, self._max_bytes):
+            if used > max(before, MAX_BYTES):
                 raise ProblemError(
                     507,
-                    f"the groups take {before / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; "
-                    f"{files.free_space(self._directory)}: allow more, or keep fewer",
+                    f"the groups take {before / 2**30:.1f} GB, all that is allowed; "
+                    f"{files.free_space(self._directory)}: train on the waiting groups, or end their collectors",
                 )
             self.execute("COMMIT")
         except BaseException as error:

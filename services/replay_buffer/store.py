@@ -29,6 +29,8 @@ from services.replay_buffer.priority_index import PriorityIndex
 from services.replay_buffer.settings import ReplaySettings
 
 # Only clients of the stock example add experiences without tokens, which are small: as many as groups by default.
+CAPACITY = 100_000
+"""Groups kept for replay, beyond which the oldest are evicted: more steps' groups than REPLAY_MAX_STALENESS reaches."""
 EXPERIENCE_CAPACITY = 100_000
 
 # Priority of an experience whose reward is 0, which must be drawn now and then, too.
@@ -75,9 +77,7 @@ class Store:
         self.settings = settings
         self.clock = clock
         self.counts: Counter[str] = Counter()
-        self.database = Database(
-            settings.directory, fsync=settings.replay_fsync, max_bytes=int(settings.replay_max_gb * 2**30)
-        )
+        self.database = Database(settings.directory)
         self.load()
 
     def load(self) -> None:
@@ -132,7 +132,7 @@ class Store:
 
     def keep(self, records: Iterable[Record]) -> None:
         """Put groups into the store, from the queue or new. The oldest groups leave where the store is full."""
-        self._append("store", self.groups, records, self.settings.replay_capacity)
+        self._append("store", self.groups, records, CAPACITY)
 
     def add_experiences(self, experiences: Sequence[FlatExperience]) -> AddExperiencesReply:
         """Store experiences without tokens. They have no id, so the same experience twice is two."""

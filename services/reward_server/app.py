@@ -157,6 +157,6 @@ async def _start_reward_model(settings: RewardSettings, stack: AsyncExitStack) -
         ) from error
     name = settings.reward_model
     assert name is not None
-    model = await in_background(lambda: RewardModel(name, max_tokens=settings.reward_model_max_tokens))
+    model = await in_background(lambda: RewardModel(name))
     await stack.enter_async_context(model.serving())
     return model.score

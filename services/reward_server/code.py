@@ -273,7 +273,7 @@ class CodeReward:
         try:
             passed, failure = await count(tests, code, self._run, stops=self._settings.code_score is CodeScore.ALL)
         except TimeoutError:
-            reason = "no box was free in time (REWARD_QUEUE_SECONDS)"
+            reason = "no box was free in time (SERVICE_DEADLINE_SECONDS)"
             return Evaluation(None, RewardStatus.OVERLOADED, reason, code)
         except BoxLostError as error:
             return Evaluation(None, RewardStatus.ERROR, f"the sandbox lost the answer twice: {error}", code)
@@ -284,7 +284,7 @@ class CodeReward:
 
     async def _run(self, deed: str, **what: Any) -> Result:
         assert self._pool is not None
-        return await self._pool.run(deed, seconds=self._settings.reward_queue_seconds, **what)
+        return await self._pool.run(deed, seconds=self._settings.queue_seconds, **what)
 
 
 async def count(tests: Tests, code: str, run: Run, *, stops: bool, module: str = "solution") -> tuple[int, str | None]:

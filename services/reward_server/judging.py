@@ -40,6 +40,8 @@ START_SECONDS = 600.0
 """The judge may be an engine that starts at the same time."""
 CHECK_SECONDS = 5.0
 """The wait for the judge in a check before the run, which may be out of its reach."""
+MAX_TOKENS = 2048
+"""Most tokens of a reply with its reasoning, unless JUDGE_ARGS has another `max_tokens`."""
 MAX_REPLY_BYTES = 4 * 2**20
 _PATH = "/chat/completions"
 _FIRST_TOKEN: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
@@ -197,13 +199,12 @@ class Judge:
 
     def _text(self, choice: ChatChoice) -> str:
         if choice.finish_reason == "length":
-            most = self.settings.judge_max_tokens
-            raise NoVerdictError(f"the reply is cut off at {most} tokens; raise JUDGE_MAX_TOKENS", "truncated")
+            raise NoVerdictError("the reply is cut off; raise `max_tokens` in JUDGE_ARGS", "truncated")
         return choice.message.content or ""
 
     def _body(self, messages: Messages, **fields: Any) -> dict[str, Any]:
         settings = self.settings
-        sampling = {"temperature": 0, "max_tokens": settings.judge_max_tokens}
+        sampling = {"temperature": 0, "max_tokens": MAX_TOKENS}
         body = {"model": settings.judge_model, "messages": messages, **sampling, **fields, **settings.judge_args}
         return {name: value for name, value in body.items() if value is not None}
 
@@ -243,7 +244,7 @@ class Judge:
             async with asyncio.timeout(seconds):
                 await self._places.acquire()
         except TimeoutError:
-            reason = f"no place was free for {seconds:g} s (JUDGE_SECONDS); raise it or JUDGE_CONCURRENCY"
+            reason = f"no place was free for {seconds:g} s (SERVICE_DEADLINE_SECONDS); raise it or JUDGE_CONCURRENCY"
             return NoVerdictError(reason, "queue", RewardStatus.OVERLOADED)
         try:
             verdict, cost = await self._ask(body, read, tries, end)

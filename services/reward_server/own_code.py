@@ -71,7 +71,7 @@ def check(settings: RewardSettings) -> None:
         ConfigurationError: a function cannot be imported, none applies to a row, or a rubric is not valid; the message
             names its source.
     """
-    settings.of_sources(lambda own, source: _load(own, source.name if source else ""))
+    settings.of_sources(lambda own, source: _load(own, source.name))
 
 
 def _load(settings: RewardSettings, source: str) -> None:

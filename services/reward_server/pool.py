@@ -176,14 +176,14 @@ class WorkerPool:
         """Return the outcome of ``function`` for ``item``, once a worker is free."""
         if self.pending >= MAX_PENDING:
             return Evaluation(None, RewardStatus.OVERLOADED, f"{self.pending} answers wait for a worker already")
-        seconds = self._settings.reward_queue_seconds
+        seconds = self._settings.queue_seconds
         self._count_pending(1)
         try:
             async with asyncio.timeout(seconds):
                 worker = await self._take()
         except TimeoutError:
             reason = (
-                f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS); one answer may take "
+                f"no worker was free for {seconds:g} s (a fifteenth of SERVICE_DEADLINE_SECONDS); one answer may take "
                 f"{self._settings.reward_timeout_seconds:g} s of one of {len(self._alive)} (REWARD_TIMEOUT_SECONDS)"
             )
             return Evaluation(None, RewardStatus.OVERLOADED, reason)

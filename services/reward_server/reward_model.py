@@ -23,14 +23,16 @@ from services.reward_server.pool import Evaluation
 log = get_logger(__name__)
 
 BATCH_SIZE = 16
-_NOT_FINITE = Evaluation(None, RewardStatus.ERROR, "the reward model gave no finite number")
 """Answers that the model scores at once."""
+MAX_TOKENS = 32_768
+"""Longest conversation that is scored, where the model has as many positions: a batch of longer ones fills a GPU."""
+_NOT_FINITE = Evaluation(None, RewardStatus.ERROR, "the reward model gave no finite number")
 
 
 class RewardModel:
     """A model that scores answers in batches, in a thread; on the GPU where there is one."""
 
-    def __init__(self, name: str, *, max_tokens: int) -> None:
+    def __init__(self, name: str) -> None:
         """Load the model ``name``, a hub name or directory; conversations have at most its positions as tokens.
 
         Raises:
@@ -53,7 +55,7 @@ class RewardModel:
                 f"REWARD_MODEL {name!r} has {model.config.num_labels} logits; a reward model with one is needed"
             )
         # Behind its last position a model fails, on a GPU with an error that ends the process's use of it.
-        self._max_tokens = min(max_tokens, getattr(model.config, "max_position_embeddings", None) or max_tokens)
+        self._max_tokens = min(MAX_TOKENS, getattr(model.config, "max_position_embeddings", None) or MAX_TOKENS)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token_id is None:

@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.core.settings import JsonObject, RewardFunctionSettings, Settings, SourcesSettings
+from services.core.settings import DeadlineSettings, JsonObject, RewardFunctionSettings, SourcesSettings
 from services.protocol.rewards import UNDECIDED
 from services.reward_columns import JUDGES
 from services.sandbox.backends import BackendName, Interpreter
@@ -48,7 +48,7 @@ class CodeScore(StrEnum):
     SHARE = "share"
 
 
-class JudgeSettings(Settings):
+class JudgeSettings(DeadlineSettings):
     """The judge of the rewards `judge`, `judge_soft` and `judge_group`: a model behind OpenAI's API."""
 
     judge_url: str | None = Field(None, pattern=r"^https?://")
@@ -60,16 +60,20 @@ class JudgeSettings(Settings):
     """The name of the variable that holds the judge's API key. Unset: requests have no key."""
     judge_concurrency: int = Field(16, ge=1, le=4096)
     """Requests to the judge at once; further ones wait."""
-    judge_seconds: float = Field(120, gt=0, le=3600)
-    """Longest time from an answer's arrival to its verdict, with the wait for a place and all retries. An answer that
-    takes longer has no reward. Must be less than SERVICE_DEADLINE_SECONDS."""
-    judge_max_tokens: int = Field(2048, ge=1)
-    """Most tokens of a judge's reply, with its reasoning. A reply that is cut off there has no verdict."""
     judge_args: JsonObject = Field(default_factory=dict)
     """Further fields of every request as a JSON object, such as `{"reasoning_effort": "low"}`; null removes a field,
-    such as `{"temperature": null}` for a model that refuses it."""
+    such as `{"temperature": null}` for a model that refuses it. `max_tokens` is 2048 unless given, with the judge's
+    reasoning; a reply that is cut off there has no verdict."""
     judge_dir: Path | None = None
     """Where the verdicts are kept, so that none is paid for twice; default `judge` in the run directory. [advanced]"""
+
+    @property
+    def judge_seconds(self) -> float:
+        """Longest time from an answer's arrival to its verdict, with the wait for a place and all retries.
+
+        An answer that takes longer has no reward. The trainer waits longer before it gives the reward-server up.
+        """
+        return 0.4 * self.service_deadline_seconds
 
     @property
     def judge_directory(self) -> Path:
@@ -95,15 +99,9 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     reward_memory_mb: int = Field(256, ge=16)
     """Memory that one answer may add to what a worker has at its start, on Linux; an answer that takes more is
     wrong."""
-    reward_queue_seconds: float = Field(20.0, gt=0, le=3600)
-    """An answer that no worker has begun by then comes back `overloaded`. With the reward `code` it waits longer, up to
-    120 s, where those before it may take longer. [advanced]"""
     reward_model: str | None = None
     """Sequence classification model of the `reward_model` reward, by hub name or directory; its one logit is the
-    reward."""
-    reward_model_max_tokens: int = Field(2048, ge=16)
-    """Longer conversations are unscorable by the reward model, as are those longer than its positions; nothing is cut
-    off. [advanced]"""
+    reward. Conversations of more tokens than it has positions, or than 32,768, have none; nothing is cut off."""
 
     code_score: CodeScore = CodeScore.ALL
     """The reward `code`: `all`, 1 if every test of the row passes and 0 otherwise; `share`, the share that passes, with
@@ -126,6 +124,14 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     def interpreter(self) -> Interpreter:
         """The Python with its directories; ConfigurationError where it cannot be used."""
         return Interpreter.find(self.sandbox_python or sys.executable)
+
+    @property
+    def queue_seconds(self) -> float:
+        """Longest wait of an answer for a worker, after which it comes back `overloaded`.
+
+        With the reward `code` it waits longer, up to 120 s, where those before it may take longer.
+        """
+        return self.service_deadline_seconds / 15
 
     @property
     def functions(self) -> list[WeightedFunction]:

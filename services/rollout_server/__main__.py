@@ -33,7 +33,7 @@ from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.node_addresses import Addresses, choose_addresses
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.watch import EngineWatch
+from services.rollout_server.watch import HANG_SECONDS, EngineWatch
 
 log = logs.get_logger(__name__)
 
@@ -70,7 +70,7 @@ async def run_node(
                 worker.is_healthy,
                 max_restarts=settings.rollout_max_restarts,
                 start_seconds=settings.engine_start_seconds,
-                hang_seconds=settings.engine_hang_seconds,
+                hang_seconds=HANG_SECONDS,
             )
             registration = WorkerRegistration(settings, worker, router, process)
             process.before_restart = registration.withdraw
@@ -117,7 +117,7 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
                 public.is_healthy,
                 max_restarts=settings.rollout_max_restarts,
                 start_seconds=ROUTER_START_SECONDS,
-                hang_seconds=settings.engine_hang_seconds,
+                hang_seconds=HANG_SECONDS,
             ).run()
             for command in children
         )

@@ -103,7 +103,7 @@ class WorkerRegistration:
             DependencyLostError: the router does not answer.
         """
         if self._was_added:
-            await self._router.wait_healthy(self._settings.rollout_lost_seconds)
+            await self._router.wait_healthy(self._settings.lost_seconds)
             await self._router.remove(self._url)
 
     async def withdraw_if_possible(self) -> None:
@@ -129,10 +129,10 @@ class WorkerRegistration:
         """Register the worker, and again whenever it is not listed or stale, until the engine of that start ends.
 
         Raises:
-            DependencyLostError: it could not be registered for ``rollout_lost_seconds``.
+            DependencyLostError: it could not be registered for ``lost_seconds`` of the settings.
             ConfigurationError: the trainer seems to publish to another volume.
         """
-        lost_seconds, registered_at = self._settings.rollout_lost_seconds, time.monotonic()
+        lost_seconds, registered_at = self._settings.lost_seconds, time.monotonic()
         refusals, logged, pause = 0, "", POLL_SECONDS
         while self._engine.is_running(start):
             try:
@@ -174,7 +174,7 @@ class WorkerRegistration:
         if self._has_met_router:
             self._log.warning("worker not registered", reason=reason)
         else:
-            self._log.info("waiting for the router", seconds=self._settings.rollout_lost_seconds)
+            self._log.info("waiting for the router", seconds=self._settings.lost_seconds)
 
     async def _is_stale(self) -> bool:
         """Return whether the worker serves an older version than the newest published one."""
@@ -189,7 +189,7 @@ class WorkerRegistration:
 
         A trainer that answers may be publishing it.
         """
-        limit, now = self._settings.engine_stale_seconds, time.monotonic()
+        limit, now = self._settings.stale_seconds, time.monotonic()
         last = max(stale_since, self._trainer_answered)
         if now - last > limit / 2:  # so that one answer that is lost does not count
             async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:

@@ -25,6 +25,8 @@ from services.http.client import HttpClient
 
 log = get_logger(__name__)
 
+HANG_SECONDS = 60.0
+"""An engine or router that does not answer for that long is killed and restarted: longer than any step takes."""
 UPDATE_SECONDS = 600.0
 """Longest silence while weights change, as long as the trainer waits for a worker that loads a version."""
 LEAST_FAILURES = 2
@@ -36,9 +38,9 @@ SLEEP_POLL_SECONDS = 5.0
 class EngineWatch:
     """The watch over one engine.
 
-    A check of the scheduler takes place every sixth of ENGINE_HANG_SECONDS and fails after half of them. So a silent
-    engine is killed within 1.5 times ENGINE_HANG_SECONDS, or UPDATE_SECONDS later than that while its weights seem to
-    change. A sleeping engine wakes when the trainer has not answered for ENGINE_STALE_SECONDS.
+    A check of the scheduler takes place every sixth of HANG_SECONDS and fails after half of them. So a silent engine is
+    killed within 1.5 times HANG_SECONDS, or UPDATE_SECONDS later than that while its weights seem to change. A sleeping
+    engine wakes when the trainer has not answered for ``stale_seconds`` of the settings.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class EngineWatch:
             await asyncio.gather(*watches)
 
     async def _kill_if_hung(self, start: int) -> None:
-        hang_seconds = self._settings.engine_hang_seconds
+        hang_seconds = HANG_SECONDS
         answered = quiet_since = time.monotonic()
         failures = 0
         while self._engine.is_running(start):
@@ -90,7 +92,7 @@ class EngineWatch:
             await sleep(hang_seconds / 6)
 
     async def _wake_if_alone(self, start: int) -> None:
-        lost_seconds = self._settings.engine_stale_seconds
+        lost_seconds = self._settings.stale_seconds
         answered = time.monotonic()
         # The trainer's run page answers also while the trainer computes.
         async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:

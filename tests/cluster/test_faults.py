@@ -101,7 +101,8 @@ def test_its_clock_jumped(disturbed):
 def test_an_asynchronous_run_takes_each_prompt_once_when_a_collector_is_destroyed_and_the_clock_jumps_back(
     tiny_model, tmp_path
 ):
-    settings = RUN | CLOCK | {"ARITHMETIC_DIGITS": "2", "MAX_STALENESS": "2", "REPLAY_GROUPS": "0"}
+    two_digits = {"DATASET_CONFIG": '{"digits": [2], "template": "{a}{op}{b}="}'}
+    settings = RUN | CLOCK | two_digits | {"MAX_STALENESS": "2", "REPLAY_GROUPS": "0"}
     nodes = {"collector": 3, "rollout-server": 1, "ppo-trainer": 1}
     with Cluster(tmp_path, tiny_model, settings, num_nodes=nodes, job_group="jobgroups/async.yaml") as cluster:
         cluster.wait_for_step(2)

@@ -32,7 +32,7 @@ SETTINGS = {
     # Two trainer nodes cannot share a GPU.
     "CUDA_VISIBLE_DEVICES": "",
     "DATASET": "arithmetic",
-    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "DATASET_CONFIG": '{"template": "{a}{op}{b}="}',
     "PROMPT_STYLE": "plain",
     "REWARD_FN": "exact_match",
     "BATCH_SIZE": "8",

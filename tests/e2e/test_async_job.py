@@ -39,7 +39,7 @@ def interrupted(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         *("--num-nodes", f"collector={COLLECTORS}", *one_each("ppo-trainer")),
         job_group="jobgroups/async.yaml",
         # As many prompts as no run here uses up; of their answers the tiny model knows only how long they are.
-        ARITHMETIC_DIGITS="2",
+        DATASET_CONFIG='{"digits": [2], "template": "{a}{op}{b}="}',
         REWARD_FN="tests.e2e.rewards:odd_length",
         BATCH_SIZE=str(BATCH),
         MAX_STEPS="1000",

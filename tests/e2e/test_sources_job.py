@@ -20,14 +20,14 @@ RATIOS = {"minus": 1, "plus": 2, "times": 0.3}
 MIX = """
 - name: plus
   ratio: 2
-  arithmetic_operations: +
+  dataset_config: {digits: [2], operations: "+", template: "{a}{op}{b}="}
 - name: minus
   ratio: 1
-  arithmetic_operations: "-"
+  dataset_config: {digits: [2], operations: "-", template: "{a}{op}{b}="}
   group_size: 4
 - name: times
   ratio: 0.3
-  arithmetic_operations: "*"
+  dataset_config: {digits: [2], operations: "*", template: "{a}{op}{b}="}
   max_new_tokens: 2
 """
 
@@ -37,7 +37,7 @@ def test_every_step_has_its_groups_of_each_source_whoever_is_killed(tiny_model: 
     nodes = ("--num-nodes", f"collector={COLLECTORS}", *one_each("rollout-server", "ppo-trainer"))
     settings = {
         "SOURCES": str(tmp_path / "mix.yaml"),
-        "ARITHMETIC_DIGITS": "2",
+        "DATASET_CONFIG": "",
         "BATCH_SIZE": str(BATCH),
         "REPLAY_GROUPS": "0",
         "EVAL_PROMPTS": "0",

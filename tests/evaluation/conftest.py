@@ -40,7 +40,7 @@ PROXIES = dict.fromkeys(PROXY_VARIABLES, "http://127.0.0.1:9")
 # The tiny model's questions, asked as it was trained on them.
 ARITHMETIC = {
     "DATASET": "arithmetic",
-    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "DATASET_CONFIG": '{"template": "{a}{op}{b}="}',
     "PROMPT_STYLE": "plain",
     "REWARD_FN": "exact_match",
     "MAX_NEW_TOKENS": "4",

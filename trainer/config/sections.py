@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.core.machine import ComputeType
-from services.core.settings import AnswerSettings, MemorySettings, MethodSettings, ModelSettings, Settings
+from services.core.settings import (
+    AgentFunction,
+    AgentProgram,
+    AnswerSettings,
+    EpisodeLimits,
+    MemorySettings,
+    MethodSettings,
+    ModelSettings,
+    RewardWeightSettings,
+    Settings,
+)
 from services.protocol.rewards import LARGEST_REWARD
 from trainer.algorithm.methods import (
     Aggregation,
@@ -102,7 +112,27 @@ def _named_steps(value: str) -> str:
     return value
 
 
-class RunSection(ModelSettings):
+class ModeSection(Settings):
+    """The order of generation and training."""
+
+    read_with = "METHOD=rl"
+
+    mode: Mode = Mode.SYNC
+    """`sync`: generate, then train. `async`: collectors generate while the step trains."""
+
+
+class AsynchronousSection(Settings):
+    """Collectors that generate while the step trains."""
+
+    read_with = "MODE=async"
+
+    max_staleness: int = Field(4, ge=0)
+    """Oldest fresh group that is trained on, in policy versions (`async`)."""
+    collector_in_process: bool = True
+    """Run a collector in the trainer's process (`async`); off when collectors run elsewhere. [advanced]"""
+
+
+class RunSection(ModelSettings, MethodSettings, ModeSection, AsynchronousSection):
     """The model, the length of the run, checkpoints and waits."""
 
     trust_remote_code: bool = False
@@ -116,12 +146,6 @@ class RunSection(ModelSettings):
     """Stop after this many steps even within an epoch; 0: no limit."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of everything random."""
-    mode: Mode = Mode.SYNC
-    """`sync`: generate, then train. `async`: collectors generate while the step trains."""
-    max_staleness: int = Field(4, ge=0)
-    """Oldest fresh group that is trained on, in policy versions (`async`)."""
-    collector_in_process: bool = True
-    """Run a collector in the trainer's process (`async`); off when collectors run elsewhere. [advanced]"""
     checkpoint_every: int = Field(25, ge=0)
     """Steps between two checkpoints; 0: at the end, and with EVAL_EVERY at each best accuracy. Even with 0 a run
     leaves its last checkpoint, whose optimizer makes it three times as large as the float32 weights: 1.6 GB of the 3.4
@@ -144,30 +168,50 @@ class RunSection(ModelSettings):
     """Profile these steps, such as `10` or `10:12`, on rank 0 and in all engines: the directory `profile` of the run
     has traces of the processor and the GPU for Perfetto, a snapshot of the trainer's GPU memory, and a timeline of
     phases and groups."""
-    service_deadline_seconds: float = Field(300, gt=0)
-    """Longest time that a service may be unreachable before the run ends as recoverable. [advanced]"""
 
 
-class SamplingSection(AnswerSettings):
-    """The completions of a step."""
+class AgentSection(AgentFunction):
+    """The function that answers prompts."""
 
-    group_size: int = Field(8, ge=1, le=1024)
-    """Completions of each prompt (G)."""
-    dynamic_sampling_tries: int = Field(0, ge=0, le=100)
-    """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
-    many times a step (DAPO). With ADVANTAGE=gae, reinforce, rae or a function of your own such groups teach and are
-    kept."""
-    rollout: Rollout = Rollout.COMPLETION
-    """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
-    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
-    `environment`: the prompts are seeds (DATASET=seeds), with which the environment-servers begin episodes."""
+    read_with = "ROLLOUT=agent"
+
+
+class ProgramSection(AgentProgram):
+    """The program that answers prompts."""
+
+    read_with = "ROLLOUT=program"
+
+
+class EpisodesSection(EpisodeLimits):
+    """Episodes of several turns."""
+
+    read_with = "ROLLOUT=agent|program|environment"
+
+    agent_concurrency: int | None = Field(None, ge=1)
+    """Most episodes at once in a collector. Unset: 256 (`agent`), or the smaller of 8 per core and 1 per GiB of
+    memory (`program`)."""
+
+
+class EnvironmentSection(Settings):
+    """The environment that is played."""
+
+    read_with = "ROLLOUT=environment"
+
     opponent: str = SELF
     """The other seats of an environment that has several, such as `nim`. `self`: the policy plays all seats, and each
     is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
     is trained, another one for each seed."""
-    agent_concurrency: int | None = Field(None, ge=1)
-    """Most episodes at once in a collector. Unset: 256 (`agent`), or the smaller of 8 per core and 1 per GiB of
-    memory (`program`)."""
+
+
+class SamplingSection(AnswerSettings, AgentSection, ProgramSection, EnvironmentSection, EpisodesSection):
+    """The completions of a step."""
+
+    group_size: int = Field(8, ge=1, le=1024)
+    """Completions of each prompt (G)."""
+    rollout: Rollout = Rollout.COMPLETION
+    """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
+    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
+    `environment`: the prompts are seeds (DATASET=seeds), with which the environment-servers begin episodes."""
     over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
     AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""
@@ -181,27 +225,80 @@ class SamplingSection(AnswerSettings):
         return generation_seconds(self.max_new_tokens)
 
 
-class AlgorithmSection(Settings):
-    """Advantages, the loss, and replayed groups. Bounds that are unset are those of the loss's paper."""
+class RewardsSection(Settings):
+    """The advantages, which come from rewards."""
 
+    read_with = "REWARD_WEIGHT"
+
+    dynamic_sampling_tries: int = Field(0, ge=0, le=100)
+    """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
+    many times a step (DAPO). With ADVANTAGE=gae, reinforce, rae or a function of your own such groups teach and are
+    kept."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before MAX_NEW_TOKENS over which a penalty falls from 0 to -1; 0: no penalty."""
-    mask_truncated: bool = False
-    """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, `maxrl` (maximum
     likelihood of right answers; rewards of 0 and 1), `gdpo` (each reward function compared by itself), `rae` (a running
     mean of each seat of a game as baseline), `gae` (PPO with a critic), or a function of your own as
     `module:function`."""
-    gdpo_weights: str | None = None
-    """Weights of the reward functions with ADVANTAGE=gdpo, as in `math=1,format=0.5`; those not named have none. Unset:
-    1 for each, whatever its weight in REWARD_FN."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6. [advanced]"""
     credit: Credit = Credit.EPISODE
     """The tokens that share an advantage. `episode`: all of an episode. `turn`: those of a turn, by what the episode
     earned from that turn on, compared with the same turn of the group's other episodes; for environments, and for
-    agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case."""
+    agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case; with `turn` a step of GAMMA
+    and GAE_LAMBDA is a turn of the policy, and not a token."""
+
+
+class ComponentsSection(Settings):
+    """Reward functions that are compared one by one."""
+
+    read_with = "ADVANTAGE=gdpo"
+
+    gdpo_weights: str | None = None
+    """Weights of the reward functions with ADVANTAGE=gdpo, as in `math=1,format=0.5`; those not named have none. Unset:
+    1 for each, whatever its weight in REWARD_FN."""
+
+
+class ImportanceCapSection(Settings):
+    """The bound of importance weights."""
+
+    read_with = "IMPORTANCE_CORRECTION=truncated|icepop|sequence|geometric"
+
+    importance_cap: float | None = Field(None, gt=0)
+    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`); 20 for
+    `truncated` with `dppo_tv` and `dppo_kl`. [advanced]"""
+
+
+class KlInRewardSection(Settings):
+    """The KL to the reference as a part of the reward."""
+
+    read_with = "KL_COEF and REWARD_WEIGHT"
+
+    kl_in_reward: bool = False
+    """Subtract the KL from rewards instead of adding it to the loss. Where advantages divide by a deviation of rewards
+    (`grpo`, `batch_std`), it is subtracted from the advantages."""
+
+
+class ReplaySection(Settings):
+    """The groups that are replayed."""
+
+    read_with = "REPLAY_GROUPS"
+
+    replay_max_staleness: int = Field(8, ge=1)
+    """Oldest group that is replayed, in policy versions. [advanced]"""
+    replay_max_kl: float = Field(0.1, gt=0)
+    """Largest KL, in nats a token, from the policy that sampled a replayed group to the present one; a group beyond it
+    is left out and counted. [advanced]"""
+
+
+class AlgorithmSection(RewardsSection, ComponentsSection, ImportanceCapSection, KlInRewardSection, ReplaySection):
+    """Advantages, the loss, and replayed groups. Bounds that are unset are those of the loss's paper."""
+
+    read_with = "METHOD=rl"
+
+    mask_truncated: bool = False
+    """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
     loss: str = "clipped"
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
     `dppo_tv` and `dppo_kl` (the change of a token's probability is bounded, not that of the ratio), or a function of
@@ -226,35 +323,31 @@ class AlgorithmSection(Settings):
     `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step (decoupled objective), so
     it acts with several updates a batch only; but that of `cispo` bounds the weight. With `none` it is around the
     policy that sampled."""
-    importance_cap: float | None = Field(None, gt=0)
-    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`); 20 for
-    `truncated` with `dppo_tv` and `dppo_kl`. [advanced]"""
     off_policy_max_kl: float | None = Field(None, gt=0)
     """Leave out completions with negative advantage whose mean log(behaviour / policy) per token exceeds this; unset:
     off. [advanced]"""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL to the reference; 0 keeps no reference model."""
-    kl_in_reward: bool = False
-    """Subtract the KL from rewards instead of adding it to the loss. Where advantages divide by a deviation of rewards
-    (`grpo`, `batch_std`), it is subtracted from the advantages."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     replay_groups: int = Field(0, ge=0, le=4096)
     """Groups from the replay buffer that are trained on besides the fresh ones; 0: off. docs/results.md has learning
     curves with and without."""
-    replay_exponent: float = Field(1.0, ge=0, le=10)
-    """Alpha of prioritised replay; with 0 all groups are equally likely. [advanced]"""
-    replay_correction: float = Field(0.4, ge=0, le=1)
-    """Beta of prioritised replay. [advanced]"""
-    replay_max_staleness: int = Field(8, ge=1)
-    """Oldest group that is replayed, in policy versions. [advanced]"""
-    replay_max_kl: float = Field(0.1, gt=0)
-    """Largest KL, in nats a token, from the policy that sampled a replayed group to the present one; a group beyond it
-    is left out and counted. [advanced]"""
 
 
-class CriticSection(Settings):
+class SharedCriticSection(Settings):
+    """A critic on the policy."""
+
+    read_with = "CRITIC=shared"
+
+    value_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss in the sum with the policy's (`shared`). [advanced]"""
+
+
+class CriticSection(SharedCriticSection):
     """The critic of ADVANTAGE=gae: PPO with generalized advantage estimation. Other advantages have none."""
+
+    read_with = "ADVANTAGE=gae"
 
     critic: CriticModel = CriticModel.OWN
     """`own`: a second model, which starts as MODEL_NAME and is trained whole, with an optimizer of its own. `shared`: a
@@ -264,42 +357,64 @@ class CriticSection(Settings):
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Weight of longer estimates: 1 is the whole completion's return less the value (no bias), 0 one step (least
     variance). Below 1, a reward at the end reaches tokens L before it with weight GAE_LAMBDA^L only."""
-    gae_per_turn: bool = False
-    """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token. [advanced]"""
     value_clip: float = Field(0.2, ge=0)
     """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second update of a
     batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1.
     [advanced]"""
-    value_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss in the sum with the policy's (`shared`). [advanced]"""
     critic_learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic is trained (with `shared`, its head) and the policy stays."""
 
 
-class DistillationSection(MethodSettings):
-    """On-policy distillation: the policy learns from the probabilities that a teacher gives to the policy's own tokens.
+class TeacherSection(Settings):
+    """A teacher, of either kind."""
 
-    The distance from the teacher is a term of its own beside the policy loss. With SOURCES each source may have
-    another teacher, or none.
-    """
+    read_with = "TEACHER_MODEL|TEACHER_URL"
 
-    teacher_model: str = ""
-    """The teacher as a frozen model in the trainer, sharded as the policy is: a Hugging Face name or a directory of any
-    supported architecture, with the policy's tokenizer."""
-    teacher_url: str = ""
-    """The teacher behind an endpoint that scores token ids: an SGLang server, or this project's engine, as
-    `http://host:port`, which asks for no key. It computes at temperature 1, so TEMPERATURE must be 1."""
     teacher_coef: float = Field(1.0, gt=0)
     """Weight of the distance from the teacher."""
+
+
+class LocalTeacherSection(Settings):
+    """A teacher in the trainer."""
+
+    read_with = "TEACHER_MODEL"
+
     teacher_jsd_beta: float | None = Field(None, ge=0, le=1)
     """Unset: the reverse KL at the sampled tokens, whose teacher values are stored with each group. A number: the
     generalised Jensen-Shannon divergence over the whole vocabulary, from 0 (forward KL) to 1 (reverse KL), which takes
     two more forward passes of TEACHER_MODEL a step."""
 
 
-class OptimisationSection(Settings):
+class DistillationSection(RewardWeightSettings, TeacherSection, LocalTeacherSection):
+    """On-policy distillation: the policy learns from the probabilities that a teacher gives to the policy's own tokens.
+
+    The distance from the teacher is a term of its own beside the policy loss. With SOURCES each source may have
+    another teacher, or none.
+    """
+
+    read_with = "METHOD=rl"
+
+    teacher_model: str = ""
+    """The teacher as a frozen model in the trainer, sharded as the policy is: a Hugging Face name or a directory of any
+    supported architecture, with the policy's tokenizer."""
+    teacher_url: str = Field("", pattern=r"^(https?://.*)?$")
+    """The teacher behind an endpoint that scores token ids: an SGLang server, or this project's engine, as
+    `http://host:port`, which asks for no key. It computes at temperature 1, so TEMPERATURE must be 1."""
+
+
+class AdaptersSection(Settings):
+    """LoRA adapters."""
+
+    read_with = "LORA_RANK"
+
+    lora_alpha: float = Field(32.0, gt=0)
+    """LoRA's scale is this divided by the rank: 4 with rank 8, 1 with rank 32. It does not follow the rank, so
+    another rank also changes the size of a step."""
+
+
+class OptimisationSection(AdaptersSection):
     """The optimizer, AdamW, and what it trains."""
 
     updates_per_batch: int = Field(1, ge=1, le=64)
@@ -324,9 +439,6 @@ class OptimisationSection(Settings):
     """AdamW's weight decay, on matrices and not on norms and biases."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
-    lora_alpha: float = Field(32.0, gt=0)
-    """LoRA's scale is this divided by the rank: 4 with rank 8, 1 with rank 32. It does not follow the rank, so
-    another rank also changes the size of a step."""
 
 
 class MemorySection(MemorySettings):
@@ -382,7 +494,17 @@ class PublishingSection(Settings):
     """The run stops when fewer rollout workers are left."""
 
 
-class EvaluationSection(Settings):
+class TargetSection(Settings):
+    """The accuracy at which a run ends."""
+
+    read_with = "EVAL_PROMPTS and EVAL_EVERY"
+
+    target_accuracy: float | None = Field(None, gt=0, le=1)
+    """Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. The point estimate is
+    compared, without regard to its standard error."""
+
+
+class EvaluationSection(TargetSection):
     """Evaluation on held-out prompts."""
 
     eval_every: int = Field(0, ge=0)
@@ -392,6 +514,3 @@ class EvaluationSection(Settings):
     accuracy p is sqrt(p(1-p)/n): at most 0.045 for 128."""
     eval_samples: int = Field(0, ge=0)
     """Completions sampled of each held-out prompt for avg@k and pass@k; 0: off."""
-    target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. The point estimate is
-    compared, without regard to its standard error."""

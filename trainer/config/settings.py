@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -44,7 +44,7 @@ from trainer.config.sections import (
     SamplingSection,
     Transport,
 )
-from trainer.config.ways import WAYS, Way, check_way
+from trainer.config.ways import WAYS, Way
 
 _WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
 
@@ -75,8 +75,11 @@ class TrainerSettings(
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
         # With SOURCES the settings of each source were checked when they were read.
-        for check in CHECKS if self.sources is None else (run_has_an_end, overlong_has_one_limit):
-            check(self)
+        if self.sources is None:
+            self.way.check()
+        for contradictions in OF_A_SOURCE if self.sources is None else (_over_all_sources,):
+            for sentence in contradictions(self):
+                raise ValueError(sentence)
         return self
 
     @property
@@ -138,9 +141,6 @@ class TrainerSettings(
                 f"LEARNING_RATE={self.learning_rate:g} is far above what models learn at, 1e-7 to 1e-3: the policy "
                 "will probably be lost in the first steps"
             )
-        unused = [name.upper() for name in ("teacher_coef", "teacher_jsd_beta") if name in self.model_fields_set]
-        if unused and not any(self.teachers.values()):
-            sentences.append(f"{', '.join(unused)} has no effect without TEACHER_MODEL or TEACHER_URL")
         return sentences
 
     @property
@@ -319,285 +319,105 @@ class TrainerSettings(
         return self.run_dir / "checkpoints"
 
 
-# Checks that settings fit together: each raises ValueError with the variable, its value and what is allowed.
+# Contradictions between settings: each function yields a sentence for one, with the variable, its value and a remedy.
 
 
-def run_has_an_end(settings: TrainerSettings) -> None:
-    """Check that a run of several sources says how long it is."""
-    if not settings.max_steps:
-        raise ValueError(
-            "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run"
-        )
-
-
-def overlong_has_one_limit(settings: TrainerSettings) -> None:
-    """Check that OVERLONG_BUFFER is before the same limit in all sources."""
+def _over_all_sources(settings: TrainerSettings) -> Iterator[str]:
+    if settings.sources is not None and not settings.max_steps:
+        yield "MAX_STEPS is 0, but the epochs of SOURCES have different lengths; set MAX_STEPS, the steps of the run"
     limits = {source: own.max_new_tokens for source, own in settings.by_source().items()}
     if settings.overlong_buffer and len(set(limits.values())) > 1:
-        raise ValueError(
-            f"OVERLONG_BUFFER is {settings.overlong_buffer}, but the sources have different MAX_NEW_TOKENS "
-            f"({', '.join(f'{source} {limit}' for source, limit in limits.items())}); unset it, or give them one limit"
-        )
+        each = ", ".join(f"{source} {limit}" for source, limit in limits.items())
+        yield f"OVERLONG_BUFFER is set, but the sources have different MAX_NEW_TOKENS ({each}); give them one limit"
 
 
-def lengths_fit(settings: TrainerSettings) -> None:
-    """Check the lengths of completions and of updates."""
-    if settings.overlong_buffer >= settings.max_new_tokens:
-        raise ValueError(
-            f"OVERLONG_BUFFER is {settings.overlong_buffer}; allowed is less than "
-            f"MAX_NEW_TOKENS ({settings.max_new_tokens})"
-        )
+def _of_lengths(settings: TrainerSettings) -> Iterator[str]:
+    buffer, limit, has_turns = settings.overlong_buffer, settings.max_new_tokens, settings.way.has_turns
+    if buffer >= limit:
+        yield f"OVERLONG_BUFFER is {buffer}; allowed is less than MAX_NEW_TOKENS ({limit})"
+    if buffer and has_turns:
+        yield f"OVERLONG_BUFFER is set, but ROLLOUT is {settings.rollout}; unset it, the agent gives the rewards"
+    if settings.credit is Credit.TURN and not has_turns:
+        yield "CREDIT is turn, but completions have one turn; unset CREDIT"
     if settings.updates_per_batch > settings.batch_size:
-        raise ValueError(
-            f"UPDATES_PER_BATCH is {settings.updates_per_batch}; allowed is at most BATCH_SIZE ({settings.batch_size})"
-        )
+        updates, batch = settings.updates_per_batch, settings.batch_size
+        yield f"UPDATES_PER_BATCH is {updates}; allowed is at most BATCH_SIZE ({batch})"
 
 
-def target_is_compared(settings: TrainerSettings) -> None:
-    """Check that there are evaluations for TARGET_ACCURACY."""
-    for variable, value in (("EVAL_PROMPTS", settings.eval_prompts), ("EVAL_EVERY", settings.eval_every)):
-        if settings.target_accuracy is not None and not value:
-            raise ValueError(
-                f"TARGET_ACCURACY is set, but {variable} is 0, so nothing is compared with it during the run; "
-                f"set {variable}, or unset TARGET_ACCURACY"
-            )
-
-
-def engines_take_turns(settings: TrainerSettings) -> None:
-    """Check that engines on the trainer's GPUs (COLOCATE) leave them to the trainer."""
+def _of_engines(settings: TrainerSettings) -> Iterator[str]:
     if settings.colocate and not settings.engine_sleeps:
-        raise ValueError(
-            "COLOCATE is set, but ENGINE_SLEEPS is not, so engines would keep memory that the trainer needs; "
-            "set ENGINE_SLEEPS=true, or take a job group with a rollout-server and unset COLOCATE"
-        )
-
-
-def engines_can_sleep(settings: TrainerSettings) -> None:
-    """Check that ENGINE_SLEEPS finds engines that have nothing to do."""
+        yield "COLOCATE is set, but engines would keep the trainer's memory; set ENGINE_SLEEPS=true, or unset COLOCATE"
     if not settings.engine_sleeps:
         return
+    if settings.method is Method.SFT:
+        yield "ENGINE_SLEEPS is set, but METHOD=sft learns rows as they are; unset it, or set METHOD=rl"
     if settings.mode is Mode.ASYNC:
-        raise ValueError(
-            "ENGINE_SLEEPS is set, but MODE=async generates while the trainer trains, so no engine can sleep; "
-            "set MODE=sync, or give engines GPUs of their own and unset ENGINE_SLEEPS"
-        )
+        yield "ENGINE_SLEEPS is set, but with MODE=async no engine can sleep; set MODE=sync, or unset ENGINE_SLEEPS"
     if settings.publish_transport is Transport.BROADCAST and not settings.lora_rank:
-        raise ValueError(
-            "ENGINE_SLEEPS is set, but PUBLISH_TRANSPORT=broadcast needs NCCL, which joins no two processes on one "
-            "GPU; set PUBLISH_TRANSPORT=disk or local"
-        )
+        yield "ENGINE_SLEEPS is set, but NCCL joins no two processes on one GPU; set PUBLISH_TRANSPORT=disk or local"
 
 
-def versions_can_be_shared(settings: TrainerSettings) -> None:
-    """Check that PUBLISH_TRANSPORT=local has whole weights to share."""
-    if settings.publish_transport is Transport.LOCAL and settings.lora_rank:
-        raise ValueError(
-            f"PUBLISH_TRANSPORT is local, but LORA_RANK is {settings.lora_rank}, and only whole weights are shared in "
-            "memory; set PUBLISH_TRANSPORT=broadcast, which sends adapters over HTTP"
-        )
+def _of_weights(settings: TrainerSettings) -> Iterator[str]:
+    rank, transport, offloads = settings.lora_rank, settings.publish_transport, settings.cpu_offload is True
+    is_float32 = settings.publish_type is PublishedType.FLOAT32
+    if transport is Transport.LOCAL and rank:
+        yield f"PUBLISH_TRANSPORT is local, but adapters (LORA_RANK={rank}) are not shared in memory; set broadcast"
+    if settings.compute_type is ComputeType.BFLOAT16 and is_float32:
+        yield "PUBLISH_TYPE is float32, but COMPUTE_TYPE=bfloat16 computes another policy; set both alike"
+    if offloads and rank:
+        yield "CPU_OFFLOAD is set, but the state of adapters (LORA_RANK) is small; unset it, and shard over more GPUs"
+    if offloads and settings.shard_parameters is False:
+        yield "CPU_OFFLOAD is set, but SHARD_PARAMETERS=false keeps all parameters on the GPU; set it to auto"
 
 
-def computes_what_it_publishes(settings: TrainerSettings) -> None:
-    """Check that the policy of forward passes is the one that is published."""
-    if settings.compute_type is ComputeType.BFLOAT16 and settings.publish_type is PublishedType.FLOAT32:
-        raise ValueError(
-            "PUBLISH_TYPE is float32, but COMPUTE_TYPE=bfloat16 computes with rounded weights, which are another "
-            "policy; set PUBLISH_TYPE=bfloat16, or COMPUTE_TYPE=float32"
-        )
-
-
-def state_can_be_offloaded(settings: TrainerSettings) -> None:
-    """Check that CPU_OFFLOAD saves what it is set for."""
-    if settings.cpu_offload is not True:
-        return
-    if settings.lora_rank:
-        raise ValueError(
-            "CPU_OFFLOAD is set, but the state of adapters is small (LORA_RANK); unset CPU_OFFLOAD, and shard the base "
-            "over more GPUs if it does not fit"
-        )
-    if settings.shard_parameters is False:
-        raise ValueError(
-            "CPU_OFFLOAD is set, but SHARD_PARAMETERS=false keeps all parameters gathered on the GPU; set it to auto"
-        )
-
-
-def episodes_fit(settings: TrainerSettings) -> None:
-    """Check that what only completions, or only answers of several turns, have is set for those."""
-    if settings.overlong_buffer and settings.way.has_turns:
-        raise ValueError(
-            f"OVERLONG_BUFFER is set, but ROLLOUT is {settings.rollout}; unset it, the agent gives the rewards"
-        )
-    if settings.credit is Credit.TURN and not settings.way.has_turns:
-        raise ValueError("CREDIT is turn, but completions have one turn; unset CREDIT")
-
-
-def methods_exist(settings: TrainerSettings) -> None:
-    """Check ADVANTAGE and LOSS, and that LOSS uses the bounds that are set."""
-    for variable, name, names in (
-        ("ADVANTAGE", settings.advantage, ADVANTAGES),
-        ("LOSS", settings.loss, tuple(LOSSES)),
-    ):
+def _of_methods(settings: TrainerSettings) -> Iterator[str]:
+    loss, advantage = settings.loss, settings.advantage
+    for variable, name, names in (("ADVANTAGE", advantage, ADVANTAGES), ("LOSS", loss, tuple(LOSSES))):
         if name not in names and not is_own_function(name):
-            raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(names)}, or module:function")
-    for option in LOSS_OPTIONS if settings.loss in LOSSES else ():
-        if getattr(settings, option) is not None and option not in LOSSES[settings.loss].options:
-            raise ValueError(f"{option.upper()} has no effect with LOSS={settings.loss}; unset it")
-
-
-def options_have_their_method(settings: TrainerSettings) -> None:
-    """Check that the options of critic, credit and KL belong to a method that is set."""
-    unused = [name.upper() for name in CriticSection.__annotations__ if name in settings.model_fields_set]
-    if unused and not settings.has_critic:
-        raise ValueError(
-            f"{', '.join(unused)} is set, but ADVANTAGE={settings.advantage} has no critic; "
-            "unset it, or set ADVANTAGE=gae"
-        )
-    if settings.credit is Credit.TURN and settings.has_critic:
-        raise ValueError("CREDIT is turn, but ADVANTAGE=gae has a critic; unset CREDIT")
-    if settings.drop_equal_groups and any(settings.teachers.values()):
-        raise ValueError("DROP_EQUAL_GROUPS is set, but a teacher teaches groups of equal rewards, too; unset it")
-    if settings.kl_in_reward and not settings.kl_coef:
-        raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
+            yield f"{variable} is {name!r}; allowed is {', '.join(names)}, or module:function"
+    for option in LOSS_OPTIONS if loss in LOSSES else ():
+        if getattr(settings, option) is not None and option not in LOSSES[loss].options:
+            yield f"{option.upper()} has no effect with LOSS={loss}; unset it"
+    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED and settings.loss_truncates
+    if settings.importance_cap is not None and is_truncated and settings.updates_per_step == 1:
+        yield f"IMPORTANCE_CAP is set, but LOSS={loss} truncates the weight of a token itself; set CLIP_HIGH instead"
+    # Collectors elsewhere may bring advantages of their own.
+    is_made_here = settings.learns_from_rewards and (settings.mode is Mode.SYNC or settings.collector_in_process)
+    if settings.group_size == 1 and advantage in GROUP_ADVANTAGES and is_made_here:
+        yield f"GROUP_SIZE is 1, but ADVANTAGE={advantage} compares completions; set 2, or ADVANTAGE=reinforce or gae"
 
 
 UNFIT: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "maxrl": (
-        ("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"),
-        "divides by the share of right answers, so that each answer must have one reward, of 0 or 1",
-    ),
-    "gdpo": (
-        ("overlong_buffer", "kl_in_reward", "credit"),
-        "compares each reward function by itself, and this changes their sum; write a reward function for it",
-    ),
+    "maxrl": (("overlong_buffer", "kl_in_reward", "over_limit_reward", "credit"), "needs one reward of 0 or 1 each"),
+    "gdpo": (("overlong_buffer", "kl_in_reward", "credit"), "needs its change of the sum as a reward function"),
     "rae": (("credit",), "has one baseline for each seat, and none for its turns"),
 }
 """The settings that an advantage does not fit, with the reason."""
 
 
-def rewards_fit(settings: TrainerSettings) -> None:
-    """Check that nothing else changes the rewards of an advantage that needs them as they are."""
+def _of_rewards(settings: TrainerSettings) -> Iterator[str]:
     unfit, reason = UNFIT.get(settings.advantage, ((), ""))
-    is_set = {
-        "overlong_buffer": bool(settings.overlong_buffer),
-        "kl_in_reward": settings.kl_in_reward,
-        "over_limit_reward": settings.over_limit_reward < 0,
-        "credit": settings.credit is Credit.TURN,
-    }
-    if names := [name.upper() for name in unfit if is_set[name]]:
-        raise ValueError(
-            f"{', '.join(names)} is set, but ADVANTAGE={settings.advantage} {reason}; unset it, or choose another "
-            "ADVANTAGE"
-        )
-    if settings.gdpo_weights is not None and settings.advantage != "gdpo":
-        raise ValueError(f"GDPO_WEIGHTS is set, but ADVANTAGE is {settings.advantage}; unset it, or set ADVANTAGE=gdpo")
-    weights = settings.component_weights or {}
-    if settings.gdpo_weights is not None and not any(weights.values()):
-        raise ValueError(
-            f"GDPO_WEIGHTS is {settings.gdpo_weights!r}; allowed are names of reward functions, each once with "
-            "=weight, a number, one of them not 0, as in math=1,format=0.5"
-        )
+    for name in unfit:
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            yield f"{name.upper()} is set, but ADVANTAGE={settings.advantage} {reason}; unset one of them"
+    weights = settings.gdpo_weights
+    if weights is not None and not any((settings.component_weights or {}).values()):
+        yield f"GDPO_WEIGHTS is {weights!r}; give names with =weight, one of them not 0, as in math=1,format=0.5"
 
 
-def groups_can_be_compared(settings: TrainerSettings) -> None:
-    """Check that group advantages get groups of two or more."""
-    # Collectors elsewhere may bring advantages of their own.
-    is_made_here = settings.mode is Mode.SYNC or settings.collector_in_process
-    is_made_here = is_made_here and settings.learns_from_rewards
-    if settings.group_size == 1 and settings.advantage in GROUP_ADVANTAGES and is_made_here:
-        raise ValueError(
-            f"GROUP_SIZE is 1, but ADVANTAGE={settings.advantage} compares a completion with the rest of its group; "
-            "allowed is at least 2, or ADVANTAGE=reinforce, rae or gae"
-        )
+def _of_teachers(settings: TrainerSettings) -> Iterator[str]:
+    model, url = settings.teacher_model, settings.teacher_url
+    if model and url:
+        yield f"TEACHER_MODEL is {model!r} and TEACHER_URL {url!r}, but a prompt has one teacher; unset one of them"
+    if model.rstrip("/") == settings.model_name.rstrip("/"):
+        yield f"TEACHER_MODEL is {model!r}, the student (MODEL_NAME); name another model, or use KL_COEF to stay near"
+    if url and settings.temperature != 1:
+        yield "TEACHER_URL is set, but engines score tokens at temperature 1; set TEMPERATURE=1, or TEACHER_MODEL"
+    if settings.drop_equal_groups and settings.teacher:
+        yield "DROP_EQUAL_GROUPS is set, but a teacher teaches groups of equal rewards, too; unset it"
+    if not settings.reward_weight and not settings.teacher:
+        yield "REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL"
 
 
-def importance_cap_has_an_effect(settings: TrainerSettings) -> None:
-    """Check that IMPORTANCE_CAP finds weights to bound."""
-    if settings.importance_cap is None:
-        return
-    if settings.importance_correction is ImportanceCorrection.NONE:
-        raise ValueError("IMPORTANCE_CAP is set, but IMPORTANCE_CORRECTION is none; unset IMPORTANCE_CAP")
-    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED
-    if is_truncated and settings.loss_truncates and settings.updates_per_step == 1:
-        raise ValueError(
-            f"IMPORTANCE_CAP is set, but LOSS={settings.loss} truncates the weight of a token itself; "
-            "set CLIP_HIGH instead"
-        )
-
-
-def teacher_fits(settings: TrainerSettings) -> None:
-    """Check that there is one teacher, that it computes the same distribution, and that something teaches."""
-    if settings.teacher_model and settings.teacher_url:
-        raise ValueError(
-            f"TEACHER_MODEL is {settings.teacher_model!r} and TEACHER_URL {settings.teacher_url!r}, but a prompt has "
-            "one teacher; unset one of them"
-        )
-    if settings.teacher_model and settings.teacher_model.rstrip("/") == settings.model_name.rstrip("/"):
-        raise ValueError(
-            f"TEACHER_MODEL is {settings.teacher_model!r}, which is the student (MODEL_NAME) and teaches it nothing; "
-            "name another model, or set KL_COEF to stay near the model that the run starts with"
-        )
-    if settings.teacher_url:
-        if not settings.teacher_url.startswith(("http://", "https://")):
-            raise ValueError(f"TEACHER_URL is {settings.teacher_url!r}; allowed is a URL such as http://host:port")
-        if settings.temperature != 1:
-            raise ValueError(
-                f"TEACHER_URL is set, but TEMPERATURE is {settings.temperature:g}, and engines score tokens at "
-                "temperature 1 only; set TEMPERATURE=1, or TEACHER_MODEL, which the trainer computes at TEMPERATURE"
-            )
-        if settings.teacher_jsd_beta is not None:
-            raise ValueError(
-                "TEACHER_JSD_BETA is set, but an endpoint (TEACHER_URL) gives no logits of the whole vocabulary; unset "
-                "it, or set TEACHER_MODEL"
-            )
-
-
-def rewards_are_used(settings: TrainerSettings) -> None:
-    """Check that REWARD_WEIGHT=0 leaves a teacher, and no setting that needs rewards."""
-    if settings.reward_weight:
-        return
-    if not settings.teacher:
-        raise ValueError("REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL")
-    others = {
-        "ADVANTAGE": settings.has_critic,
-        "DYNAMIC_SAMPLING_TRIES": bool(settings.dynamic_sampling_tries),
-        "OVERLONG_BUFFER": bool(settings.overlong_buffer),
-        "KL_IN_REWARD": settings.kl_in_reward,
-    }
-    if unfit := [variable for variable, is_set in others.items() if is_set]:
-        raise ValueError(f"{', '.join(unfit)} is set, but REWARD_WEIGHT is 0, so that no reward is used; unset it")
-
-
-def samples_nothing(settings: TrainerSettings) -> None:
-    """Check that METHOD=sft has no setting of what samples answers to train on, and learns from them."""
-    if settings.method is Method.RL:
-        return
-    sections = (AlgorithmSection, CriticSection, DistillationSection)
-    names = ["mode", "engine_sleeps", "dynamic_sampling_tries", "reward_weight"]
-    names += [name for section in sections for name in section.__annotations__]
-    defaults = {name: type(settings).model_fields[name].default for name in names}
-    if unused := [name.upper() for name, default in defaults.items() if getattr(settings, name) != default]:
-        raise ValueError(
-            f"{', '.join(unused)} is set, but METHOD=sft learns rows as they are; unset it, or set METHOD=rl"
-        )
-
-
-CHECKS: tuple[Callable[[TrainerSettings], None], ...] = (
-    samples_nothing,
-    engines_take_turns,
-    lengths_fit,
-    target_is_compared,
-    engines_can_sleep,
-    state_can_be_offloaded,
-    versions_can_be_shared,
-    computes_what_it_publishes,
-    check_way,
-    episodes_fit,
-    methods_exist,
-    options_have_their_method,
-    rewards_fit,
-    groups_can_be_compared,
-    importance_cap_has_an_effect,
-    teacher_fits,
-    rewards_are_used,
-)
-"""All checks, in the order in which they are made."""
+OF_A_SOURCE = (_of_lengths, _of_engines, _of_weights, _of_methods, _of_rewards, _of_teachers)
+"""The contradictions within the settings of a source, in the order in which they are looked for."""

@@ -23,8 +23,6 @@ class Way:
     """The services that the run needs besides those of every run."""
     has_turns: ClassVar[bool] = False
     """True where an answer may have several turns."""
-    variable: ClassVar[str | None] = None
-    """The setting that no other way has."""
 
     def __init__(self, settings: SamplingSection) -> None:
         self.settings = settings
@@ -94,7 +92,6 @@ class Agents(Episodes):
     """AGENT, a function, plays the episodes."""
 
     sampler = "trainer.rollouts.episodes:Agents"
-    variable = "AGENT"
 
     def check(self) -> None:
         """Check AGENT too."""
@@ -113,7 +110,6 @@ class Programs(Episodes):
     """AGENT_COMMAND, a program in any language, plays the episodes."""
 
     sampler = "trainer.rollouts.episodes:Programs"
-    variable = "AGENT_COMMAND"
 
     def check(self) -> None:
         """Check AGENT_COMMAND too."""
@@ -127,7 +123,6 @@ class Games(Episodes):
 
     sampler = "trainer.rollouts.game:Games"
     services = (Task.GATEWAY, Task.ENVIRONMENT_SERVER)
-    variable = "OPPONENT"
 
     def check(self) -> None:
         """Check OPPONENT too."""
@@ -143,17 +138,3 @@ WAYS: dict[Rollout, type[Way]] = {
     Rollout.PROGRAM: Programs,
     Rollout.ENVIRONMENT: Games,
 }
-
-
-def check_way(settings: SamplingSection) -> None:
-    """Check the settings of the way that ROLLOUT names, and that those of the other ways are unset."""
-    for name, way in WAYS.items():
-        if way.variable is None or name is settings.rollout:
-            continue
-        value = getattr(settings, way.variable.lower())
-        if value != type(settings).model_fields[way.variable.lower()].default:
-            raise ValueError(
-                f"{way.variable} is {value!r}, but ROLLOUT is {settings.rollout}; set ROLLOUT={name}, or unset "
-                f"{way.variable}"
-            )
-    WAYS[settings.rollout](settings).check()

@@ -255,6 +255,12 @@ class FreshQueue:
         return (await self.data.cursor(COLLECTORS)).epoch >= self.settings.num_epochs
 
 
+REPLAY_EXPONENT = 1.0
+"""Alpha of prioritised replay (arXiv:1511.05952): a group is drawn in proportion to its priority."""
+REPLAY_CORRECTION = 0.4
+"""Beta of prioritised replay, the paper's first value: 1 would undo the effect of the priorities on the gradient."""
+
+
 async def sample_groups(
     settings: TrainerSettings, replay: ReplayClient, step: int, policy_version: int, fresh: Sequence[Group]
 ) -> list[SampledGroup]:
@@ -270,8 +276,8 @@ async def sample_groups(
             request = SampleGroupsRequest(
                 source=source,
                 batch_size=count,
-                exponent=settings.replay_exponent,
-                correction=settings.replay_correction,
+                exponent=REPLAY_EXPONENT,
+                correction=REPLAY_CORRECTION,
                 min_policy_version=max(policy_version - settings.replay_max_staleness, 0),
                 exclude=[g.group_id for g in fresh],
                 seed=derive_seed(settings.seed, "replay", step, *([source] if source else [])),

@@ -37,7 +37,7 @@ def address_of(url: str) -> Endpoint:
 def servers() -> Iterator[list[Endpoint]]:
     """Two servers with the guessing game."""
     with ExitStack() as stack:
-        settings = EnvironmentSettings(environment="guessing", environment_text_turns=2, environment_server_name="a")
+        settings = EnvironmentSettings(environment="guessing", environment_max_steps=2, environment_server_name="a")
         yield [address_of(stack.enter_context(served_ready(create_app(settings)))) for _ in range(2)]
 
 

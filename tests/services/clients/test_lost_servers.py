@@ -84,9 +84,8 @@ class Server:
     """An environment-server in this process, which forgets its episodes when it is killed."""
 
     def __init__(self, name: str = "guessing", turns: int = TURNS) -> None:
-        self._settings = EnvironmentSettings(
-            environment=name, environment_text_turns=turns, environment_server_name="a"
-        )
+        most = turns if name == "guessing" else None
+        self._settings = EnvironmentSettings(environment=name, environment_max_steps=most, environment_server_name="a")
         self._running = ExitStack()
         self.port = 0
 
@@ -148,7 +147,7 @@ async def test_a_run_whose_servers_stop_again_and_again_has_the_returns_of_an_un
 
 @pytest.mark.slow
 async def test_servers_that_are_killed_in_mid_episode_lose_none(start_service: StartService) -> None:
-    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_TEXT_TURNS": str(TURNS)}
+    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_MAX_STEPS": str(TURNS)}
     servers = [start_service("services.environment_server", **variables) for _ in range(2)]
     before = replays()
 

@@ -150,7 +150,7 @@ async def test_the_held_out_prompts_come_in_order_and_end(serving: Any, app: Any
 async def test_a_full_disk_is_told_by_every_route_that_writes_and_loses_nothing(
     serving: Any, app: Any, tmp_path: Path
 ) -> None:
-    async with serving(app(on_disk=True, curriculum="easy_first")) as client:
+    async with serving(app(on_disk=True, curriculum="balanced")) as client:
         first = (await client.get("/prompts", params={"consumer": "a"})).json()["prompts"][0]
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (os.stat(f"{database(tmp_path)}-wal").st_size, limits[1]))
@@ -168,12 +168,12 @@ async def test_a_full_disk_is_told_by_every_route_that_writes_and_loses_nothing(
 
 
 async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving: Any, app: Any, tmp_path: Path) -> None:
-    options = {"rows": 400, "curriculum": "easy_first", "on_disk": True}
+    options = {"rows": 400, "curriculum": "balanced", "on_disk": True}
     async with serving(app(**options)) as client:
         prompts = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
         assert {p["epoch"] for p in prompts} == {0}
-        rates = {p["id"]: float(int(p["ground_truth"]) % 2) for p in prompts}
-        assert (await client.get("/stats")).json()["curriculum"] == "easy_first", "so trainers know to send rates"
+        rates = {p["id"]: int(p["ground_truth"]) % 2 / 2 for p in prompts}
+        assert (await client.get("/stats")).json()["curriculum"] == "balanced", "so trainers know to send rates"
         reply = (await client.post("/success_rates", json={"success_rates": {**rates, "elsewhere/9": 1.0}})).json()
         assert reply == {"recorded": 380, "unknown": 1}
         second = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
@@ -211,7 +211,6 @@ async def test_a_query_that_does_not_fit_is_refused_and_moves_no_cursor(serving:
 def test_settings_that_do_not_fit_are_named() -> None:
     for name, value in (
         ("prompt_style", "poem"),
-        ("arithmetic_template", "What is {x}?"),
         ("curriculum", "hardest"),
         ("method", "dpo"),
     ):

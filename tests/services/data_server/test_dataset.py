@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,8 @@ def test_the_fingerprint_shows_a_changed_row_and_an_added_row(fingerprint: Any, 
 
 def test_the_fingerprint_shows_other_arithmetic(fingerprint: Any) -> None:
     before = fingerprint(dataset="arithmetic")
-    for name, value in (("operations", "-"), ("digits", "1,2"), ("template", "{a} {op} {b} = ?")):
-        after = fingerprint(dataset="arithmetic", **{f"arithmetic_{name}": value})
+    for config in ({"operations": "-"}, {"digits": [1, 2]}, {"template": "{a} {op} {b} = ?"}):
+        after = fingerprint(dataset="arithmetic", dataset_config=json.dumps(config))
         assert after["training prompts"] != before["training prompts"]
         assert after["held-out prompts"] != before["held-out prompts"]
 

@@ -213,3 +213,12 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="reasoning-gym"):
         load("reasoning_gym:chain_sum")
+
+
+def test_arithmetic_takes_its_parameters_and_refuses_others() -> None:
+    config = '{"digits": [1, 2], "operations": "+-", "template": "{a}{op}{b}="}'
+    rows = dataset_rows.load(DataSettings(dataset="arithmetic", dataset_config=config))
+    assert re.fullmatch(r"\d+[-+]\d+=", rows.train.take([0])[0].question)
+    for name, value in (("digits", "[4]"), ("operations", '"/"'), ("template", '"What is {x}?"'), ("size", "3")):
+        with pytest.raises(ConfigurationError, match=f"DATASET_CONFIG .*{name}"):
+            dataset_rows.load(DataSettings(dataset="arithmetic", dataset_config=f'{{"{name}": {value}}}'))

@@ -24,7 +24,6 @@ CSV = "question,answer\n" + "".join(
     ("name", "content"),
     [
         ("rows.csv", "\ufeff" + CSV),
-        ("my rows.csv", CSV),
         ("rows.tsv", CSV.replace('",9', '"\t9').replace("question,", "question\t")),
         ("rows.json", json.dumps(ROWS, indent=1, ensure_ascii=False)),
         ("it's.json", "".join(json.dumps(row) + "\n" for row in ROWS)),

@@ -38,7 +38,7 @@ async def test_a_number_is_found_by_bisection() -> None:
 
 
 async def test_a_game_without_the_right_guess_is_truncated(serving: Any, app: Any) -> None:
-    async with serving(app(environment="guessing", environment_text_turns=2)) as client:
+    async with serving(app(environment="guessing", environment_max_steps=2)) as client:
         episode = (await client.post("/reset", json={"seed": 1})).json()["episodes"][0]
         assert "2 guesses" in episode["state"][0]["content"]
         assert (await play(client, episode, 5))[0]["status"] == "refused", "it takes text alone"
@@ -62,7 +62,7 @@ async def test_questions_are_answered_with_the_calculator_and_scored(
 ) -> None:
     monkeypatch.setenv("DATASET", "arithmetic")
     monkeypatch.setenv("REWARD_WORKERS", "1")
-    async with serving(app(environment="gsm8k", environment_text_turns=3)) as client:
+    async with serving(app(environment="gsm8k", environment_max_steps=3)) as client:
         reset = (await client.post("/reset", json={"seed": 11, "episodes": 3})).json()
         assert reset["environment"]["state"]["kind"] == "messages"
         right, wrong, endless = reset["episodes"]

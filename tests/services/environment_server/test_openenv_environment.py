@@ -53,7 +53,7 @@ async def steps(client: Any, episode: str, *actions: Any) -> list[dict[str, Any]
 async def test_an_environment_behind_openenv_plays_as_it_does_here(
     serving: Any, app: Any, environment: str, actions: list[Any]
 ) -> None:
-    options = {"environment_text_turns": 5}
+    options = {"environment_max_steps": 5} if environment == "guessing" else {}
     with served_ready(app(environment=environment, **options)) as url:
         async with (
             serving(app(environment=f"openenv+{url}")) as through,

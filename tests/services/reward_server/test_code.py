@@ -52,7 +52,7 @@ def item(code: str, row: Mapping[str, Any] | None, **more: Any) -> RewardItem:
 
 @asynccontextmanager
 async def rewarding(**options: Any) -> AsyncIterator[CodeReward]:
-    reward = CodeReward(RewardSettings(reward_fn="code", **{"reward_queue_seconds": IDLE_SECONDS, **options}))
+    reward = CodeReward(RewardSettings(reward_fn="code", **{"service_deadline_seconds": 15 * IDLE_SECONDS, **options}))
     await reward.start()
     try:
         yield reward
@@ -401,7 +401,7 @@ async def test_an_answer_without_a_block_is_wrong_and_a_lost_box_says_nothing(
 
 @in_loop_of_module
 async def test_a_long_queue_is_not_a_wrong_answer(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
-    impatient = with_boxes_of(reward, reward_queue_seconds=0.2)
+    impatient = with_boxes_of(reward, service_deadline_seconds=3)
     monkeypatch.setattr(pool, "QUEUE_SECONDS", 0.2)
     answers = [item(f"import time; time.sleep(2)  # {n}", STDIO) for n in range(3)]
     evaluations = await asyncio.gather(*map(impatient.score, answers))
@@ -412,7 +412,7 @@ async def test_a_long_queue_is_not_a_wrong_answer(reward: CodeReward, monkeypatc
 async def test_answers_that_sleep_cost_no_other_one_its_reward() -> None:
     asleep = [item(f"import time; time.sleep({9_999 + n})", row) for n, row in enumerate((STDIO, ASSERTS))]
     right = [item(f"{ADD}  # {n}", CALLS) for n in range(8)]
-    async with rewarding(reward_queue_seconds=1) as reward:
+    async with rewarding(service_deadline_seconds=15) as reward:
         assert await values(reward, *asleep, *right) == [0.0, 0.0] + [1.0] * 8
 
 

@@ -170,7 +170,7 @@ async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(judge
         judge.faults.append(lambda body: completion(quiet_content(body)[:-1], finish_reason="length"))
         cut = await made.score("judge", item("It is 43."))
         assert (cut.value, len(judge.asked)) == (None, 3)
-        assert "JUDGE_MAX_TOKENS" in (cut.reason or "")
+        assert "JUDGE_ARGS" in (cut.reason or "")
         assert made.stats["judge_failures_truncated"] == 1
 
 
@@ -204,7 +204,7 @@ async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJ
         started = time.monotonic()
         assert (await made.score("judge", item("It is 42."))).value == RIGHT
         assert time.monotonic() - started >= 2
-    async with judging(judge.settings(judge_seconds=1.5)) as made:
+    async with judging(judge.settings(service_deadline_seconds=3.75)) as made:
         judge.faults += [lambda _: limited] * 20
         result = await made.score("judge", item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
@@ -216,7 +216,7 @@ async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge) ->
     end = threading.Event()
     judge.faults.append(lambda _: end.wait(60) and None)
     try:
-        async with judging(judge.settings(judge_seconds=2, judge_concurrency=2)) as made:
+        async with judging(judge.settings(service_deadline_seconds=5, judge_concurrency=2)) as made:
             hung = asyncio.create_task(made.score("judge", item("It is 40.")))
             await eventually(lambda: judge.asked)
             others = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in (41, 42)))
@@ -254,7 +254,7 @@ async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(jud
     end = threading.Event()
     judge.faults += [lambda _: end.wait(60) and None] * 20
     try:
-        async with judging(judge.settings(judge_concurrency=1, judge_seconds=1)) as made:
+        async with judging(judge.settings(judge_concurrency=1, service_deadline_seconds=2.5)) as made:
             # Both deadlines are one second away: which of them passes first is chance on a busy machine.
             for first in range(1, 20, 2):
                 texts = [f"It is {number}." for number in (first, first + 1)]
@@ -290,7 +290,7 @@ async def test_no_verdict_is_paid_twice(judge: ScriptedJudge) -> None:
         again = [(await made.score("judge", item(text))).value for text in ("It is 42.", "It is 43.", "It is 7.")]
         assert (again, len(judge.asked)) == ([RIGHT, WRONG, WRONG], 2)
         assert made.stats["judge_hits"] == 3
-    for other in ({"judge_model": "n"}, {"judge_max_tokens": 9}, {"judge_args": {"seed": 1}}):
+    for other in ({"judge_model": "n"}, {"judge_args": {"max_tokens": 9}}, {"judge_args": {"seed": 1}}):
         before = len(judge.asked)
         async with judging(settings.model_copy(update=other)) as changed:
             assert (await changed.score("judge", item("It is 42."))).value == RIGHT

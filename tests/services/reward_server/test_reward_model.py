@@ -48,7 +48,8 @@ async def test_answers_are_scored_in_batches_as_one_by_one_and_too_long_ones_not
     from services.reward_server import reward_model
 
     monkeypatch.setattr(reward_model, "BATCH_SIZE", 4)
-    options = {"reward_fn": "reward_model", "reward_model": model, "reward_model_max_tokens": 64}
+    monkeypatch.setattr(reward_model, "MAX_TOKENS", 64)
+    options = {"reward_fn": "reward_model", "reward_model": model}
     items = [{"prompt": "What is 2 + 2?", "response": "4" * i, "ground_truth": ""} for i in (1, 5, 9, 30, 100)]
     async with serving(create_app(RewardSettings(**options))) as client:
         together = (await client.post("/batch_reward", json={"items": items})).json()["rewards"]
@@ -61,7 +62,7 @@ async def test_answers_are_scored_in_batches_as_one_by_one_and_too_long_ones_not
 async def test_a_conversation_longer_than_the_models_positions_is_not_scored(tmp_path: Path) -> None:
     from services.reward_server.reward_model import RewardModel
 
-    model = RewardModel(_save(tmp_path, labels=1, positions=32), max_tokens=64)
+    model = RewardModel(_save(tmp_path, labels=1, positions=32))
     async with model.serving():
         long = await model.score(RewardItem(prompt="a" * 16, response="b" * 17, ground_truth=""))
         assert (long.value, long.status) == (None, RewardStatus.ERROR)
@@ -84,7 +85,7 @@ async def test_a_model_that_cannot_score_does_not_start(tmp_path: Path) -> None:
 async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     from services.reward_server.reward_model import RewardModel
 
-    scorer = RewardModel(model, max_tokens=64)
+    scorer = RewardModel(model)
     answer = RewardItem(prompt="a", response="b", ground_truth="")
     async with scorer.serving():
         for error in (RuntimeError("out of memory"), IndexError("index out of range")):

@@ -198,11 +198,11 @@ async def test_too_many_waiting_answers_come_back_overloaded(
     scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "MAX_PENDING", 2)
-    limits = {"reward_timeout_seconds": 3, "reward_queue_seconds": 0.5}
+    limits = {"reward_timeout_seconds": 3, "service_deadline_seconds": 7.5}
     async with scoring(reward_fn=f"{plugin}:moody", **limits) as scorer:
         results = await scorer.score([item("sleep")] + [item("fine")] * 4)
         assert [result.status for result in results] == [RewardStatus.TIMEOUT] + [RewardStatus.OVERLOADED] * 4
-        assert sum("REWARD_QUEUE_SECONDS" in str(result.reason) for result in results) == 2, "two may wait"
+        assert sum("SERVICE_DEADLINE_SECONDS" in str(result.reason) for result in results) == 2, "two may wait"
 
         async def scores_again() -> bool:
             return (await scorer.score([item("fine")]))[0].reward == 1.0

@@ -32,7 +32,7 @@ def server(
     """One rollout node: a router in front of one engine that serves the tiny model, and adapters for it."""
     check_installed(request.param)
     # A worker that a test leaves behind with an old version is not to be looked after.
-    environment = {"ENGINE_STALE_SECONDS": "1000", "LORA_RANK": str(RANK)}
+    environment = {"SERVICE_DEADLINE_SECONDS": "5000", "LORA_RANK": str(RANK)}
     nodes = Nodes(tmp_path_factory.mktemp("server"), tiny_model, engine=request.param, environment=environment)
     try:
         yield nodes.start_all()

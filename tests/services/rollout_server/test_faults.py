@@ -26,7 +26,7 @@ PROXIES = dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY",
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNodes]:
     """Two nodes that the tests below share, since each leaves them well again."""
     directory = tmp_path_factory.mktemp("nodes")
-    nodes = fake_nodes(directory, 2, ENGINE_STALE_SECONDS="3", ROLLOUT_MAX_RESTARTS="50", NO_PROXY="", **PROXIES)
+    nodes = fake_nodes(directory, 2, SERVICE_DEADLINE_SECONDS="15", ROLLOUT_MAX_RESTARTS="50", NO_PROXY="", **PROXIES)
     try:
         yield nodes.start_all()
         processes = nodes.all_processes()
@@ -168,7 +168,7 @@ def test_nothing_outlives_a_killed_launcher_whose_node_is_registered_once_after_
     [
         (0, {"FAKE_ENGINE_EXIT": "78"}, EXIT_CONFIGURATION, "the engine-0 cannot run with these settings"),
         (0, {"FAKE_ENGINE_EXIT": "1"}, EXIT_CONFIGURATION, "error: the engine-0 (sglang.launch_server) never answered"),
-        (1, {"ROLLOUT_LOST_SECONDS": "1"}, EXIT_RECOVERABLE, "the router does not answer"),
+        (1, {"SERVICE_DEADLINE_SECONDS": "0.5"}, EXIT_RECOVERABLE, "the router does not answer"),
     ],
     ids=["refused settings", "engine never up", "no router"],
 )

@@ -147,7 +147,7 @@ async def test_a_stale_worker_is_left_to_a_trainer_that_answers(
     with fake_service({"GET /health": lambda _: {}}) as trainer:
         address = f"{trainer.endpoint.host}:{trainer.endpoint.port}"
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"ppo-trainer-0:{STATUS_PORT}": address}))
-        async with registered(node, settings(tmp_path, engine_stale_seconds=0.2)) as until:
+        async with registered(node, settings(tmp_path, service_deadline_seconds=1)) as until:
             await until(lambda: node.registered)
             looked = len(node.router.asked("GET /health"))
             await until(lambda: len(node.router.asked("GET /health")) > looked)
@@ -204,7 +204,7 @@ async def test_a_node_that_loses_its_volume_or_its_router_ends(
         node.publish(published)
 
     async def live() -> None:
-        async with registered(node, settings(tmp_path, rollout_lost_seconds=1)) as until:
+        async with registered(node, settings(tmp_path, service_deadline_seconds=0.5)) as until:
             for _ in range(2 + module.MAX_TRIES if fault is drop else 1):
                 await until(lambda: node.registered)
                 looked = len(node.router.asked("GET /health"))

@@ -14,6 +14,7 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.supervisor import SupervisedProcess
 from services.engines.settings import RolloutSettings
 from services.engines.sglang import ASLEEP, SGLang
+from services.rollout_server import watch as watch_module
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
 from tests.services.rollout_server.test_registration import RunningEngine
@@ -72,7 +73,7 @@ async def watch_for(
     """Watch a worker until it is awake or its engine is killed, at most for some seconds."""
     engine = engine or RunningEngine()
     async with SGLang(worker.url, timeout=IDLE_SECONDS) as admin:
-        settings = RolloutSettings(engine_sleeps=True, engine_stale_seconds=LOST_SECONDS, **fields)
+        settings = RolloutSettings(engine_sleeps=True, service_deadline_seconds=5 * LOST_SECONDS, **fields)
         watch = EngineWatch(settings, admin, cast(SupervisedProcess, engine), is_updating)
         running = asyncio.create_task(watch.run())
         with contextlib.suppress(TimeoutError):
@@ -110,14 +111,15 @@ async def test_an_engine_that_is_awake_is_left_alone(worker: Worker, monkeypatch
 
 @pytest.mark.parametrize("is_updating", [never, always])
 async def test_an_engine_is_killed_whose_scheduler_is_silent_unless_its_weights_change(
-    worker: Worker, is_updating: Callable[[], Awaitable[bool]]
+    worker: Worker, is_updating: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch_module, "HANG_SECONDS", 0.3)
     worker.version = "7"
     worker.service.routes["GET /health_generate"] = lambda _: 503
     engine = RunningEngine()
     engine.may_be_killed = is_updating is never
     seconds = IDLE_SECONDS if engine.may_be_killed else 1.5
-    await watch_for(worker, seconds, engine=engine, is_updating=is_updating, engine_hang_seconds=0.3)
+    await watch_for(worker, seconds, engine=engine, is_updating=is_updating)
     assert engine.is_killed is engine.may_be_killed
 
 

@@ -88,7 +88,7 @@ def test_without_rewards_of_turns_a_sequence_pays_the_kl_of_the_episodes_others(
 
 
 def test_steps_of_turns_are_those_of_the_rewarded_turns_or_of_runs_of_trained_tokens() -> None:
-    settings = settings_of(gae_per_turn=True, gamma=0.5)
+    settings = settings_of(credit="turn", rollout="environment", gamma=0.5)
     # Turns of two tokens and of one, without a token between them: the last reward is a turn away from the first one.
     turns = [Turn(number=0, start=0, end=2, reward=0.0), Turn(number=1, start=2, end=3, reward=1.0)]
     [played, runs] = [changed(FIRST, turns=turns), changed(SECOND, reward=1.0)]

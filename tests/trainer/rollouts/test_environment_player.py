@@ -80,7 +80,8 @@ class Stage:
 @pytest.fixture
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     name = getattr(request, "param", "guessing")
-    settings = EnvironmentSettings(environment=name, environment_text_turns=3, environment_server_name="a")
+    turns = 3 if name == "guessing" else None
+    settings = EnvironmentSettings(environment=name, environment_max_steps=turns, environment_server_name="a")
     with served_ready(create_app(settings)) as url, stage_of(url) as stage:
         yield stage
 
