@@ -32,7 +32,9 @@ from services.core.files import read_records
 from services.core.machine import cores
 
 KEPT = ROOT / "docs/results"
-FIGURES = re.compile(r"reward_part_|environment_|eval_environment_|tool_calls_(mean|parsed)|truncation_rate|teacher_k1$")
+FIGURES = re.compile(
+    r"reward_part_|environment_|eval_environment_|tool_calls_(mean|parsed)|truncation_rate|teacher_k1$"
+)
 """Columns of metrics.jsonl that a row has of the first and of the last step."""
 PHASES = ("seconds_generate", "seconds_train", "seconds_publish", "pause_seconds")
 """Columns of metrics.jsonl that a row has the median of, without the first step, which warms up."""
