@@ -88,9 +88,8 @@ class Sessions:
             async with connect(self.port) as connection:
                 began = time.perf_counter()
                 for place in range(self.shape.sessions):
-                    trace = orjson.loads(
-                        await connection.request("POST", f"/sessions/{self.name}-{wave}-{place}/finish")
-                    )
+                    path = f"/sessions/{self.name}-{wave}-{place}/finish"
+                    trace = orjson.loads(await connection.request("POST", path))
                     assert trace["turns"] == self.shape.turns
                     [sequence] = trace["sequences"]  # else a conversation was broken
                 self.tracing += time.perf_counter() - began
@@ -105,9 +104,8 @@ class Sessions:
             for turn in range(self.shape.turns):
                 message = await self._call(connection, f"{self.name}-{wave}-{place}", messages)
                 messages.append(message)
-                text = (
-                    f"Article {wave}-{place}-{turn}. " + PARAGRAPH * self.shape.paragraphs
-                )  # Another one for each call.
+                # Another one for each call.
+                text = f"Article {wave}-{place}-{turn}. " + PARAGRAPH * self.shape.paragraphs
                 if calls := message.get("tool_calls"):
                     messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": text})
                 else:
