@@ -85,9 +85,10 @@ def failed(path):
 
 
 def rewrite(run, records, **summary):
-    """Replace the metrics of a run, and add to its summary."""
-    (run / "metrics.jsonl").unlink()
-    append(run / "metrics.jsonl", records)
+    """Replace the metrics of a run, as a trainer that resumes does, and add to its summary."""
+    partial = run / ".metrics.partial"
+    append(partial, records)
+    partial.rename(run / "metrics.jsonl")
     (run / "summary.json").write_bytes(orjson.dumps(read_object(run / "summary.json") | summary))
 
 
