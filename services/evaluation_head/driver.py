@@ -117,22 +117,9 @@ class Link(EnvironmentClient):
 
     async def servers(self) -> list[EnvironmentServer]:
         """Return the servers on which episodes can begin again: this link's, and those with the same environment."""
-        return [self._server, *[await self.connect(link.url) for link in self._equal_links if link is not self]]
-
-    @property
-    def environment(self) -> EnvironmentInfo | None:
-        """The server's environment, once an episode has begun."""
-        return self.environments.get("")
-
-    @property
-    def _equal_links(self) -> list[Link]:
-        """The links to servers with this one's environment that can be played on."""
-        return [link for link in self._driver.links if link._is_well and link.environment == self.environment]
-
-    def active_on(self, server: EnvironmentServer) -> int:
-        """Return the number of the head's episodes on a server."""
-        under_way = [episode for link in self._driver.links for episode in link.under_way]
-        return sum(episode.server.url == server.url for episode in under_way)
+        well = [link for link in self._driver.links if link._is_well and link is not self]
+        equal = [link for link in well if link.environments.get("") == self.environments.get("")]
+        return [self._server, *[await self.connect(link.url) for link in equal]]
 
     def note_failure(self, server: EnvironmentServer) -> None:
         """Make a server the last choice for a while, and begin no episode there before it is well again."""
@@ -195,13 +182,13 @@ class Link(EnvironmentClient):
             self.note_failure(self._server)
             return []
         episodes = [ServedEpisode.begun_at(self._server, reply, start, None) for start in reply.episodes]
-        self._policy = self._fitting(reply.environment)
-        if self._policy is None:
+        policy = self._fitting(reply.environment)
+        if policy is None:
             self._given_up = self._settings.head_drive_episodes
             await self.end(episodes)
             return []
         self._begun += len(seeds)
-        self.environments[""] = reply.environment
+        self._policy, self.environments[""] = policy, reply.environment
         return episodes
 
     async def _announce(self, episodes: int) -> None:
