@@ -133,7 +133,8 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
             engine = known or parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-"))
         tasks = _others(plan, model, engine, scratch)
-        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": engine.url.removeprefix("http://")}
+        authority = engine.url.removeprefix("http://")
+        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": authority} if any(plan.agents.values()) else {}
         found = (await start(tasks, router)).endpoints if tasks else {}
 
         def address(task: Task) -> Endpoint | None:
@@ -166,24 +167,28 @@ def _engines(plan: Plan, model: str, directory: Path) -> tuple[TaskSpec, UrlEndp
 
     ``directory`` is for the address of a router on a cluster.
     """
-    number, gpus, address = plan.servers.num_servers or 1, len(machine.visible_gpus()), None
-    variables = {**plan.variables, "MODEL_NAME": model}
+    number, gpus = plan.servers.num_servers or 1, len(machine.visible_gpus())
+    variables, address = {"MODEL_NAME": model}, None
     user = {**os.environ, **plan.variables}
     on_gpus = plan.gpus_each if user.get("ROLLOUT_ENGINE") != "embedded" else 0
     command = "python -m services.rollout_server"
     if plan.servers.starts is Scheduler.SLURM:
         command = clusters.slurm_command(number, on_gpus, directory)
     elif plan.servers.starts is Scheduler.RAY:
-        command = clusters.ray_command(number, on_gpus, directory, sorted({*variables, *secrets()}))
+        names = sorted({*plan.variables, *variables, *secrets()})
+        command = clusters.ray_command(number, on_gpus, directory, names)
     elif plan.servers.backend is Backend.VLLM:
         address = _free_address()
-        command = _vllm(plan, model, address, number)
-    is_one = plan.servers.starts in CLUSTERS or address is not None
-    task = _task(plan, Task.ROLLOUT_SERVER, f"exec {command}", MODEL_NAME=model)
-    if is_one:
+        sizes = f"--tensor-parallel-size {plan.gpus_each} --data-parallel-size {number}"
+        words = ["vllm", "serve", model, "--served-model-name", model, "--host", address.host]
+        command = f"{shlex.join(words)} --port {address.port} {sizes} {user.get('VLLM_FLAGS', '')}"
+        variables |= {"VLLM_API_KEY": plan.settings.token} if plan.settings.token else {}
+    task = _task(plan, Task.ROLLOUT_SERVER, f"exec {command}", **variables)
+    if plan.servers.starts in CLUSTERS:
         # Started again it would have another address.
-        return replace(task, gpus_per_node=gpus, max_restarts_on_errors=0, recover_on_exit_codes=frozenset()), address
-    return replace(task, num_nodes=number, gpus_per_node=gpus // number), None
+        return replace(task, max_restarts_on_errors=0, recover_on_exit_codes=frozenset()), None
+    nodes_here = 1 if address else number
+    return replace(task, num_nodes=nodes_here, gpus_per_node=gpus // nodes_here), address
 
 
 def _others(plan: Plan, model: str, engine: Endpoint, scratch: str) -> list[TaskSpec]:
@@ -205,14 +210,6 @@ def _others(plan: Plan, model: str, engine: Endpoint, scratch: str) -> list[Task
         variables = {"MODEL_NAME": model, "GATEWAY_DIR": scratch}
         tasks.append(_task(plan, Task.GATEWAY, "exec python -m services.gateway", **variables))
     return tasks
-
-
-def _vllm(plan: Plan, model: str, address: Endpoint, number: int) -> str:
-    """Return the command of ``vllm serve`` at an address, with ``number`` engines."""
-    flags = {**os.environ, **plan.variables}.get("VLLM_FLAGS", "")
-    sizes = ["--tensor-parallel-size", str(plan.gpus_each), "--data-parallel-size", str(number)]
-    words = ["vllm", "serve", model, "--served-model-name", model, "--host", address.host, "--port", str(address.port)]
-    return f'env VLLM_API_KEY="${{JOBGROUP_TOKEN:-}}" {shlex.join([*words, *sizes])} {flags}'
 
 
 def _free_address() -> UrlEndpoint:

@@ -15,14 +15,38 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import SecretStr
 
-from evaluation import clusters
+from evaluation import clusters, servers
+from evaluation.plan import Backend, Plan, ServerOptions
 from evaluation.report import Results
+from evaluation.settings import EvaluationSettings
 from services.core.endpoints import ENGINE_PORT, Task, bind_address, endpoint
 from services.http.server import listen
 from services.rollout_server.node_addresses import choose_addresses
 from tests.evaluation.conftest import ARITHMETIC, Here
 from tests.waiting import IDLE_SECONDS, wait_until
+
+
+def test_vllm_serves_the_model_by_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DATASET", "arithmetic")
+    options = ServerOptions(backend=Backend.VLLM, num_servers=2)
+    variables = {"VLLM_FLAGS": "--max-model-len 2048"}
+    settings = EvaluationSettings(jobgroup_token=SecretStr("secret"))
+    plan = Plan(settings, models=["some/model"], servers=options, variables=variables)
+    task, address = servers._engines(plan, "some/model", tmp_path)
+    assert address is not None
+    assert task.run.split() == [
+        *("exec", "vllm", "serve", "some/model", "--served-model-name", "some/model", "--host", "127.0.0.1"),
+        *("--port", str(address.port), "--tensor-parallel-size", "1", "--data-parallel-size", "2"),
+        *("--max-model-len", "2048"),
+    ]
+    assert (task.num_nodes, task.environment["VLLM_API_KEY"]) == (1, "secret")
+    assert address.url == f"http://127.0.0.1:{address.port}/v1"
+
 
 # As many processes as srun is asked for, with the rank of each; they end with it.
 SRUN = """
