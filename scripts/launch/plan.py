@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -110,7 +109,7 @@ def plan_of(
         tiers=tiers,
         derived=sizes.derived.keys() - settings.keys(),
         preset=of_preset,
-        notes=[f"caution: {caution}" for caution in _left_behind(loaded)] + [reason] * bool(reason),
+        notes=[*_left_behind(_named_paths(loaded)), *([reason] if reason else [])],
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"]))),
         text=job_group_text.edited(before, changes),
     )
@@ -224,19 +223,9 @@ def _tiers(text: str, size: Size) -> dict[str, Tier]:
         (Task.TRAINER, size.trainer_nodes, size.gpus),
     ):
         if task in written:
-            choices = gpus or ",".join(accelerators(written[task]))
-            if not choices:
-                raise ConfigurationError(f"{task.value} has no `accelerators`; give --gpus, such as --gpus H100:8")
+            choices = gpus or ",".join(written[task]["resources"]["accelerators"])
             tiers[task.value] = Tier(count or written[task].get("num_nodes", 1), parse_gpus(choices))
     return tiers
-
-
-def accelerators(document: Mapping[str, Any]) -> list[str]:
-    """Return the GPUs that a task's document asks for, NAME:COUNT each, in any of the forms that SkyPilot reads."""
-    given = document.get("resources", {}).get("accelerators") or []
-    if isinstance(given, str):
-        return [given]
-    return [f"{name}:{count}" for name, count in given.items()] if isinstance(given, Mapping) else list(given)
 
 
 def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loaded]:
@@ -247,23 +236,28 @@ def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loade
         return checks.load_all(run)
 
 
-def _left_behind(loaded: Sequence[checks.Loaded]) -> Iterator[str]:
-    """Yield a sentence for each model and file of this machine that SkyPilot does not upload."""
-    ignored = [line[1:] for line in (ROOT / ".skyignore").read_text("utf-8").splitlines() if line.startswith("/")]
+def _named_paths(loaded: Sequence[checks.Loaded]) -> dict[str, str]:
+    """Return the models and files that settings name, with their variables."""
     named: dict[str, str] = {}
     for _, _, settings in loaded:
         named |= {path: "MODEL_NAME" for path in [getattr(settings, "model_name", None)] if path}
         named |= dict.fromkeys(getattr(settings, "teacher_models", ()), "TEACHER_MODEL")
         for own in settings.by_source().values() if isinstance(settings, DataSettings) else ():
             named |= {str(path): variable for variable, path in named_files(own).items()}
+    return named
+
+
+def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each model and file of this machine that SkyPilot does not upload."""
+    ignored = [line[1:] for line in (ROOT / ".skyignore").read_text("utf-8").splitlines() if line.startswith("/")]
     for path, variable in named.items():
         if Path(path).is_absolute() or not Path(path).exists():
             continue
         is_below = Path(path).resolve() == (ROOT / path).resolve()
         if not is_below or any(fnmatch(Path(path).parts[0], pattern) for pattern in ignored):
             yield (
-                f"nodes do not get {variable}={path}: SkyPilot uploads what is below {ROOT}, without what .skyignore "
-                "names; put it there, or on the volume, as in /shared/models/NAME"
+                f"caution: nodes do not get {variable}={path}: SkyPilot uploads what is below {ROOT}, without what "
+                ".skyignore names; put it there, or on the volume, as in /shared/models/NAME"
             )
 
 
@@ -276,20 +270,14 @@ def _settings(
         ConfigurationError: they do not go together, or not with the job group's services, or a file that they name from
             here cannot have rows.
     """
-    data = [settings for _, _, settings in loaded if isinstance(settings, DataSettings)]
-    for variable, path in (
-        item for one in data for own in one.by_source().values() for item in named_files(own).items()
-    ):
-        if not path.is_absolute():
-            check_file(variable, path)
+    for path, variable in _named_paths(loaded).items():
+        if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
+            check_file(variable, Path(path))
     checks.check_together(loaded, group)
     found = {name: one.settings for name, one in checks.by_class(loaded).items()}
-    trainer, rollout = found.get("TrainerSettings"), found.get("RolloutSettings")
-    if not isinstance(trainer, TrainerSettings) or not isinstance(rollout, RolloutSettings):
-        raise ConfigurationError(
-            f"job group {group.name} has no {Task.TRAINER.value} with engines, whose sizes could be derived; launch it "
-            "with `sky jobs launch`"
-        )
+    trainer, rollout = found["TrainerSettings"], found["RolloutSettings"]
+    assert isinstance(trainer, TrainerSettings), "its class"
+    assert isinstance(rollout, RolloutSettings), "its class"
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
     return trainer, rollout

@@ -7,7 +7,7 @@ call ``check``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,32 +87,25 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
             f"(ENGINE_SLEEPS); set it to {engine_tokens(shape, work, machine.limits)}, which fit beside the trainer, "
             "or less"
         )
-    for place, name in PLACES.items():
-        parts = {
-            part: size for part, size in _parts(need, work, place).items() if place != "host" or part not in LENGTHS
-        }
-        if sum(parts.values()) > _usable(machine.limits, place):
+    for place, name, parts, there in _places(work, need, machine.limits):
+        usable = int(there * USABLE) if place in ("device", "generating") else there
+        least = {part: size for part, size in parts.items() if place != "host" or part not in LENGTHS}
+        if sum(least.values()) > usable:
             kind = DiskFullError if place == "volume" and saved_steps(settings.checkpoint_dir) else ConfigurationError
             raise kind(
                 f"MODEL_NAME={settings.model_name} with {machine.nodes} x {machine.ranks_per_node} ranks needs "
-                f"{gigabytes(sum(parts.values()))} of {name} ({_largest(parts)}), and can use "
-                f"{gigabytes(int(_usable(machine.limits, place)))}; {REMEDIES[place]}"
+                f"{gigabytes(sum(least.values()))} of {name} ({_largest(least)}), and can use {gigabytes(usable)}; "
+                f"{REMEDIES[place]}"
             )
     return work
 
 
-def _parts(need: Need, work: Work, place: str) -> dict[str, int]:
-    parts: dict[str, int] = {} if place == "device" and work.device == "cpu" else getattr(need, place)
-    return parts
-
-
-def _limit(limits: Limits, place: str) -> int:
-    size: int = getattr(limits, "device" if place == "generating" else place)
-    return size
-
-
-def _usable(limits: Limits, place: str) -> float:
-    return _limit(limits, place) * (USABLE if place in ("device", "generating") else 1)
+def _places(work: Work, need: Need, limits: Limits) -> Iterator[tuple[str, str, dict[str, int], int]]:
+    """Yield each place that is needed, with its name, the bytes of its parts, and the bytes that are there."""
+    for place, name in PLACES.items():
+        parts = {} if place == "device" and work.device == "cpu" else getattr(need, place)
+        if parts:
+            yield place, name, parts, getattr(limits, "device" if place == "generating" else place)
 
 
 def _largest(parts: Mapping[str, int]) -> str:
@@ -121,11 +114,9 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 def _log(settings: TrainerSettings, work: Work, need: Need, limits: Limits) -> None:
     """Log the needs and what is there, what was chosen for GPUs, and slow or doubtful choices."""
-    for place, name in PLACES.items():
-        if parts := _parts(need, work, place):
-            sizes = {part.replace(" ", "_"): gigabytes(size) for part, size in parts.items()}
-            total, there = gigabytes(sum(parts.values())), gigabytes(_limit(limits, place))
-            log.info(f"preflight: {name}", needs=total, has=there, **sizes)
+    for _, name, parts, there in _places(work, need, limits):
+        sizes = {part.replace(" ", "_"): gigabytes(size) for part, size in parts.items()}
+        log.info(f"preflight: {name}", needs=gigabytes(sum(parts.values())), has=gigabytes(there), **sizes)
     if work.device == "cuda":
         log.info(
             "preflight: chosen",
