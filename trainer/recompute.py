@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,10 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.teachers import load_teachers
 from trainer.rank_calls import update_models
-from trainer.reporting.explanations import Difference
 from trainer.reporting.group_records import Computation, GroupRecords, StepHead
 
-SECTIONS = (
-    AlgorithmSection,
-    CriticSection,
-    DistillationSection,
-    MemorySection,
-    OptimisationSection,
-    SamplingSection,
-)
-NUMBERS = {"model_name", "seed", "sources"}.union(*(section.__annotations__ for section in SECTIONS))
+_SECTIONS = (AlgorithmSection, CriticSection, DistillationSection, MemorySection, OptimisationSection, SamplingSection)
+NUMBERS = {"model_name", "seed", "sources"}.union(*(section.__annotations__ for section in _SECTIONS))
 """The settings on which the numbers of an update depend."""
 
 
@@ -63,6 +55,20 @@ def computation(policy: Policy, ranks: Ranks) -> Computation:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+
+
+@dataclass
+class Difference:
+    """A number, or a tensor of a checkpoint, that was computed differently."""
+
+    name: str
+    recorded: float | None
+    recomputed: float | None
+    """A tensor's numbers are those at the first place that differs."""
+    elements: int | None = None
+    """The elements of a tensor that differ, on the first rank with any."""
+    largest: float | None = None
+    """Their largest distance."""
 
 
 @dataclass
@@ -156,7 +162,7 @@ class Recomputation:
             self.load(self.step)
             theirs = {name: _local(tensor) for name, tensor in self._tensors()}
             unlike = [found for name, tensor in theirs.items() if (found := _difference(name, tensor, mine[name]))]
-        of_ranks = self.ranks.gather_json([one.model_dump() for one in unlike])
+        of_ranks = self.ranks.gather_json([asdict(one) for one in unlike])
         first = {one["name"]: Difference(**one) for found in reversed(of_ranks) for one in found}
         return [first[name] for name in theirs if name in first], len(theirs)
 
