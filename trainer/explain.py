@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.core.errors import ConfigurationError
+from services.protocol.groups import TokenSequence
 from trainer.algorithm.loss import CLIP_FRACTIONS, Diagnostics, PolicyLoss, StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.policy_losses import CAPS
@@ -204,18 +205,13 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
     while run.step < step - 1:
         compared.took(run.take(*run.groups()))
     head, groups = run.groups()
-    before = learner.logprobs(groups)
-    gradients = _gradients(learner, groups)
+    before, gradients = learner.logprobs(groups), _gradients(learner, groups)
     learner.loss = watched = WatchedLoss(loss)  # type: ignore[assignment]
     taken = run.take(head, groups)
     learner.loss = loss
-    silences = _silences(learner, groups, watched, step)
-    after = learner.logprobs(groups)
+    silences, after = _silences(learner, groups, watched, step), learner.logprobs(groups)
     compared.took(taken)
     compared.ends(run)
-    silence: Silence = Counter()
-    for one in (s for of_group in silences for s in of_group):
-        silence.update(one)
     decode: Decode = learner.policy.description.decode if learner.policy.description else lambda _ids: ""
     reports = [
         _group_report(group, gradients.get(id(group), (0.0, 0.0)), of_loss, then, now, decode)
@@ -229,12 +225,8 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
         metrics=taken.result.metrics,
         max_grad_norm=run.settings.max_grad_norm,
         loss=run.settings.loss,
-        silence=silence,
-        without_advantage=sum(
-            s.trained_tokens if s.advantages is None else int((s.trained(s.advantages) == 0).sum())
-            for group in groups
-            for s in group.sequences
-        ),
+        silence=_total(silences),
+        without_advantage=sum(_without_advantage(s) for group in groups for s in group.sequences),
         versions=_versions(groups),
         groups=sorted(reports, key=lambda report: -report.grad_norm),
         ratios=_largest_ratios(groups, before, decode),
@@ -310,6 +302,19 @@ def _silences(
     for g, n, counts in (one for of_share in by_share for one in of_share):
         found[g][n].update(counts)
     return found
+
+
+def _total(silences: Sequence[Sequence[Silence]]) -> Silence:
+    total: Silence = Counter()
+    for silence in (one for of_group in silences for one in of_group):
+        total.update(silence)  # a sum would leave out what is 0
+    return total
+
+
+def _without_advantage(sequence: TokenSequence) -> int:
+    """Return the trained tokens of a completion whose advantage is 0."""
+    advantages = sequence.advantages
+    return sequence.trained_tokens if advantages is None else int((sequence.trained(advantages) == 0).sum())
 
 
 def _versions(groups: Sequence[TrainingGroup]) -> dict[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 REMOVED: dict[str, str] = {
     "JUDGE_SECOND_ORDER": "judge_group asks once for each group, in an order that it draws",
 }
-"""What does the work of a removed variable, by its name."""
+"""The words that say what does the work of a removed variable, by its name."""
 
 
 def removed_among(names: Iterable[str]) -> list[str]:
