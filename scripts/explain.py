@@ -1,17 +1,17 @@
-"""``grpo explain``: a step of a run, computed again from its record and explained.
+"""``grpo explain`` and ``grpo verify``: steps of a run, computed again from their records, explained or compared.
 
-docs/guides/explaining.md has examples.
+docs/guides/explaining.md has examples. ``python -m scripts.explain OPTIONS`` is one rank of either, as torchrun starts
+it; rank 0 prints the result.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
-import tempfile
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -19,11 +19,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.core import logs
 from services.core.endpoints import ENDPOINTS_VARIABLE, TRAINER_RENDEZVOUS_PORT, Task
+from services.core.errors import ConfigurationError, exit_code_of
 from services.run_page.directory import RUNS, find_run
-from trainer.__main__ import launch_ranks
-from trainer.reporting.explanations import Compared, Explanation, GroupReport, Silence
+from trainer.__main__ import launch_ranks, leave
 from trainer.reporting.group_records import GroupRecords
+
+if TYPE_CHECKING:
+    from trainer.explain import Compared, Explanation, GroupReport, Silence
 
 Run = Annotated[str, typer.Argument(help="Id or directory of the run.")]
 Below = Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")]
@@ -40,25 +44,29 @@ def main(
     below: Below = RUNS,
 ) -> None:
     """Compute a step of a run again, to the bit, and show which groups and tokens moved the weights."""
-    found = in_ranks("explain", find_run(run, below).path, step)
-    explained = Explanation.model_validate(found)
-    if as_json:
-        print(orjson.dumps(found).decode())
-    else:
-        show(Console(), explained, SHOWN_GROUPS)
-    if page is not None:
-        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-            recorded = Console(record=True, width=160, file=nowhere)
-            show(recorded, explained, len(explained.groups))
-            recorded.save_html(str(page))
+    in_ranks(find_run(run, below).path, step, as_json=as_json, page=None if page is None else str(page))
 
 
-def in_ranks(name: str, run_dir: Path, step: int) -> Any:
-    """Run ``explain`` or ``verify`` on as many ranks as computed the step; return its result, from JSON.
+def verify(run: Run, as_json: AsJson = False, below: Below = RUNS) -> None:
+    """Compute all recorded steps of a run again, and compare with its checkpoints to the bit. Exit code 1: they differ.
+
+    It answers whether another torch, transformers or machine trains the same.
+    """
+    run_dir = find_run(run, below).path
+    steps = GroupRecords(run_dir).steps
+    if not steps:
+        raise ConfigurationError(
+            f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps a run keeps them"
+        )
+    in_ranks(run_dir, steps[-1], as_json=as_json, all_steps=True)
+
+
+def in_ranks(run_dir: Path, step: int, **options: Any) -> None:
+    """Run ``run_rank`` on as many ranks as computed the step.
 
     Raises:
         ConfigurationError: the step has no record.
-        SystemExit: a rank failed and has written its error to stderr, with the rank's exit code.
+        typer.Exit: a rank failed, and has written its error to stderr, or steps differ from the run.
     """
     then = GroupRecords(run_dir).head(step).computation
     with socket.socket() as listener:
@@ -67,12 +75,48 @@ def in_ranks(name: str, run_dir: Path, step: int) -> Any:
     os.environ[ENDPOINTS_VARIABLE] = orjson.dumps(meeting).decode()
     if then.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        arguments = (name, str(run_dir), str(step), str(result))
-        if code := launch_ranks(then.ranks, [sys.executable, "-m", "trainer.explain", *arguments]):
-            raise SystemExit(code)
-        return json.loads(result.read_bytes())
+    given = orjson.dumps({"run_dir": str(run_dir), "step": step, **options}).decode()
+    if code := launch_ranks(then.ranks, [sys.executable, "-m", "scripts.explain", given]):
+        raise typer.Exit(code)
+
+
+def run_rank(run_dir: str, step: int, *, as_json: bool, page: str | None = None, all_steps: bool = False) -> int:
+    """Explain a step, or compare all, as the rank that torchrun's variables name; rank 0 prints. Return the exit code.
+
+    It is 1 on rank 0 if ``all_steps`` are compared and some differ.
+    """
+    import transformers
+
+    from trainer import explain
+    from trainer.model.ranks import join_ranks
+
+    logs.configure("explain", "warning")
+    transformers.utils.logging.disable_progress_bar()
+    results: list[Any] = []
+
+    def body() -> None:
+        with join_ranks() as ranks:
+            path = Path(run_dir)
+            found = explain.verify(path, ranks) if all_steps else [explain.explain(path, step, ranks)]
+            results.extend(found if ranks.is_main else ())
+
+    if code := exit_code_of(body):
+        return code
+    if results and as_json:
+        # ``default`` is for the computations, which are pydantic's.
+        content = orjson.dumps(results if all_steps else results[0], lambda x: x.model_dump(), orjson.OPT_NON_STR_KEYS)
+        print(content.decode())
+    for one in () if as_json else results:
+        if all_steps:
+            Console().print(Text(verdict(one)), soft_wrap=True)
+        else:
+            show(Console(), one, SHOWN_GROUPS)
+    for one in results if page is not None else ():
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+            recorded = Console(record=True, width=160, file=nowhere)
+            show(recorded, one, len(one.groups))
+            recorded.save_html(str(page))
+    return int(all_steps and any(one.step is not None for one in results))
 
 
 def show(console: Console, explained: Explanation, n_groups: int) -> None:
@@ -81,7 +125,7 @@ def show(console: Console, explained: Explanation, n_groups: int) -> None:
     def line(text: str) -> None:
         console.print(Text(text), soft_wrap=not console.record)
 
-    metrics, tokens, norm = explained.metrics, explained.silence.tokens, explained.metrics.get("grad_norm", 0.0)
+    metrics, tokens, norm = explained.metrics, explained.silence["tokens"], explained.metrics.get("grad_norm", 0.0)
     line(f"run {explained.run}, step {explained.step}: policy version {explained.policy_version} was updated")
     line(verdict(explained.compared))
     scaled = f", scaled down to {explained.max_grad_norm:g}" if norm > explained.max_grad_norm else ""
@@ -90,10 +134,13 @@ def show(console: Console, explained: Explanation, n_groups: int) -> None:
     line(f"{explained.without_advantage} trained tokens have advantage 0")
     sampled = ", ".join(f"{version}: {count}" for version, count in explained.versions.items())
     line(f"trained tokens by the policy version that sampled them: {sampled}")
-    if len(explained.sources) > 1:
-        table = _table(console, "gradient by source", "source", "groups", "norm", "share")
-        for source in explained.sources:
-            table.add_row(Text(source.source), str(source.groups), f"{source.grad_norm:.4g}", f"{source.share:.1%}")
+    shares = defaultdict[str, float](float)
+    for group in explained.groups:
+        shares[group.source] += group.share
+    if len(shares) > 1:
+        table = _table(console, "gradient by source", "source", "share")
+        for source, share in sorted(shares.items()):
+            table.add_row(Text(source), f"{share:.1%}")
         console.print(table)
     table = _table(console, "gradient by group", "group", "norm", "share", "rewards", "versions", "silenced", "prompt")
     for group in explained.groups:
@@ -104,7 +151,7 @@ def show(console: Console, explained: Explanation, n_groups: int) -> None:
         table = _table(console, title, "reward", "advantage", "tokens", "log-probability", "change", "text")
         for one in group.completions:
             reward = "none" if one.reward is None else f"{one.reward:g}"
-            moved = (f"{one.before:.3f} → {one.after:.3f}", f"{one.change:+.4f}")
+            moved = (f"{one.before:.3f} → {one.after:.3f}", f"{one.after - one.before:+.4f}")
             table.add_row(reward, f"{one.advantage:+.3f}", str(one.tokens), *moved, Text(repr(one.text)))
         console.print(table)
     table = _table(console, "largest ratios to the policy that sampled", "ratio", "version", "group", "place", "token")
@@ -140,17 +187,18 @@ def verdict(compared: Compared) -> str:
 def _row(group: GroupReport) -> list[str | Text]:
     rewards = [one.reward for one in group.completions if one.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.3g} of {len(rewards)}" if rewards else "none"
-    silenced = sum((one.silence for one in group.completions), Silence())
+    silenced = sum((one.silence for one in group.completions), Counter[str]())
     name = f"{group.group_id} (replayed, weight {group.weight:.3g})" if group.is_replayed else group.group_id
     versions = ", ".join(map(str, group.versions))
-    share = f"{(silenced.clip + silenced.cap + silenced.mask) / max(silenced.tokens, 1):.0%}"
+    share = f"{(silenced['clip'] + silenced['cap'] + silenced['mask']) / max(silenced['tokens'], 1):.0%}"
     return [Text(name), f"{group.grad_norm:.4g}", f"{group.share:.1%}", mean, versions, share, Text(repr(group.prompt))]
 
 
 def _silenced(silence: Silence) -> str:
-    counts = {"clip": silence.clip, "cap": silence.cap, "mask": silence.mask}
-    shares = [f"{name} {count} ({count / max(silence.tokens, 1):.1%})" for name, count in counts.items()]
-    return f"silenced by {', '.join(shares)}; bounded {silence.bounded}"
+    shares = [
+        f"{kind} {silence[kind]} ({silence[kind] / max(silence['tokens'], 1):.1%})" for kind in ("clip", "cap", "mask")
+    ]
+    return f"silenced by {', '.join(shares)}; bounded {silence['bounded']}"
 
 
 def _table(console: Console, title: str, *columns: str) -> Table:
@@ -160,3 +208,7 @@ def _table(console: Console, title: str, *columns: str) -> Table:
         is_text = column in ("text", "prompt", "token", "group", "source", "versions")
         table.add_column(column, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
     return table
+
+
+if __name__ == "__main__":
+    leave(run_rank(**orjson.loads(sys.argv[1])))

@@ -25,18 +25,19 @@ CLUSTER, MODELS = "On a cluster", "Models"
 
 @dataclass(frozen=True)
 class Program:
-    """A command: the module whose function ``main`` it calls, its heading in the list, and examples for its help."""
+    """A command: the module whose ``function`` it calls, its heading in the list, and examples for its help."""
 
     module: str
     heading: str
     examples: tuple[str, ...]
+    function: str = "main"
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring of ``main``, read from the file so that nothing is imported for it."""
+        """The first line of the function's docstring, read from the file so that nothing is imported for it."""
         tree = ast.parse((ROOT / f"{self.module.replace('.', '/')}.py").read_text("utf-8"))
-        [main] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-        return (ast.get_docstring(main) or "").splitlines()[0]
+        [found] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == self.function]
+        return (ast.get_docstring(found) or "").splitlines()[0]
 
 
 COMMANDS = {
@@ -93,7 +94,7 @@ COMMANDS = {
             "grpo explain grpo-20260131-120000 --step 57 --page step-57.html",
         ),
     ),
-    "verify": Program("scripts.verify", QUESTIONS, ("grpo verify grpo-20260131-120000",)),
+    "verify": Program("scripts.explain", QUESTIONS, ("grpo verify grpo-20260131-120000",), "verify"),
     "evaluate": Program(
         "scripts.evaluate",
         EVALUATION,
@@ -205,7 +206,7 @@ def load_command(name: str) -> Any:
         program = importlib.import_module(COMMANDS[name].module)
     app = typer.Typer(add_completion=False)
     examples = "\n\n".join(["Examples:", *COMMANDS[name].examples])
-    app.command(name, cls=getattr(program, "Command", None), epilog=examples)(program.main)
+    app.command(name, cls=getattr(program, "Command", None), epilog=examples)(getattr(program, COMMANDS[name].function))
     return typer.main.get_command(app)
 
 

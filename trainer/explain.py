@@ -1,52 +1,154 @@
-"""The explanation of a step: what each group, completion and token contributed to its update, and what that did.
-
-``python -m trainer.explain NAME RUN STEP FILE`` is one rank of ``explain`` or ``verify``, as torchrun starts it; rank 0
-writes the result to FILE as JSON.
-"""
+"""The explanation of a step: what each group, completion and token contributed to its update, and what that did."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.core import logs
-from services.core.errors import ConfigurationError, exit_code_of
-from trainer.__main__ import leave
+from services.core.errors import ConfigurationError
+from services.protocol.groups import TokenSequence
 from trainer.algorithm.loss import CLIP_FRACTIONS, Diagnostics, PolicyLoss, StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.policy_losses import CAPS
 from trainer.algorithm.training_groups import PerToken
 from trainer.model.learner import Learner
 from trainer.model.micro_batching import part_order, unknown_ids
-from trainer.model.ranks import Ranks, join_ranks
-from trainer.recompute import Recomputation, Taken, checkpoints, computation
-from trainer.reporting.explanations import (
-    Compared,
-    CompletionReport,
-    Explanation,
-    GroupReport,
-    Ratio,
-    Silence,
-    SourceReport,
-)
+from trainer.model.ranks import Ranks
+from trainer.recompute import Difference, Recomputation, Taken, checkpoints, computation
+from trainer.reporting.group_records import Computation
 from trainer.reporting.samples import SampleRecords
 
 RATIOS, CONTEXT = 12, 24
 """The largest ratios that an explanation has, and the tokens before each that it shows."""
 TEXT = 300
 """Most characters of a prompt or completion in an explanation."""
-Gradients = tuple[dict[int, tuple[float, float]], list[SourceReport]]
-"""The norms and shares of the gradients of groups, by the group's ``id``, and those of sources."""
+Silence = Counter[str]
+"""Trained tokens of an update by what the loss did to them; a token counts once for each optimizer step.
+
+``tokens`` are all of them. Without a gradient are those of ``clip``, whose ratio is outside the bounds of LOSS, of
+``cap``, which IMPORTANCE_CORRECTION rejects, and of ``mask``, whose completion OFF_POLICY_MAX_KL leaves out. A clip or
+IMPORTANCE_CAP bounds the gradient of ``bounded`` ones.
+"""
+Decode = Callable[[list[int]], str]
+
+
+@dataclass
+class CompletionReport:
+    """A completion: its reward, and its log-probability before and after the update."""
+
+    reward: float | None
+    advantage: float
+    """The mean over its trained tokens."""
+    tokens: int
+    before: float
+    """The sum over the trained tokens under the weights before the update, at TEMPERATURE."""
+    after: float
+    silence: Silence
+    text: str
+
+
+@dataclass
+class GroupReport:
+    """A group: its gradient, the versions that sampled it, and its completions."""
+
+    group_id: str
+    source: str
+    prompt: str
+    is_replayed: bool
+    weight: float
+    versions: dict[int, int]
+    """Trained tokens by the policy version that sampled them."""
+    grad_norm: float
+    """The norm of its part of the gradient, at the weights before the update."""
+    share: float
+    """The projection of this part on the whole gradient; the shares of all groups sum to 1."""
+    completions: list[CompletionReport]
+
+
+@dataclass
+class Ratio:
+    """A trained token whose probability before the update differs much from that with which it was sampled."""
+
+    ratio: float
+    group_id: str
+    completion: int
+    place: int
+    """The place of the token in its completion."""
+    version: int
+    before: str
+    """The text before the token."""
+    token: str
+
+
+@dataclass
+class Compared:
+    """Steps that were computed again, and where they first differ from the run."""
+
+    first: int
+    last: int
+    begin: str = ""
+    """The checkpoint from which they were computed, or the model with which the run began."""
+    metrics: int = 0
+    """Numbers of metrics.jsonl that were compared."""
+    tensors: int | None = None
+    """Tensors of the checkpoint after the last step that were compared; None without this checkpoint."""
+    step: int | None = None
+    """The first step that differs; None if all are equal to the bit."""
+    differences: list[Difference] = field(default_factory=list)
+    """The differences in that step: its metrics, or the tensors of the checkpoint."""
+    then: Computation | None = None
+    """The machine and software that computed these steps in the run."""
+    now: Computation | None = None
+    """The machine and software that computed them again."""
+    reason: str | None = None
+    """Why the steps could not be compared."""
+
+    def begins(self, run: Recomputation) -> None:
+        """Note from what, and with what, the steps are computed."""
+        self.begin = f"checkpoint step-{run.step:06d}" if run.step else run.settings.model_name
+        self.then, self.now = run.records.head(self.first).computation, computation(run.learner.policy, run.ranks)
+
+    def took(self, taken: Taken) -> None:
+        """Note the metrics of a step."""
+        self.metrics += taken.compared
+        if taken.differences and self.step is None:
+            self.step, self.differences = taken.head.step, taken.differences
+
+    def ends(self, run: Recomputation) -> None:
+        """Compare the weights and moments with the checkpoint of the last step, if there is one."""
+        if run.step in checkpoints(run.run_dir):
+            differences, self.tensors = run.compare()
+            if differences and self.step is None:
+                self.step, self.differences = run.step, differences
+
+
+@dataclass
+class Explanation:
+    """A step, explained."""
+
+    run: str
+    step: int
+    policy_version: int
+    compared: Compared
+    metrics: dict[str, float]
+    """The metrics of the update, as they were computed now."""
+    max_grad_norm: float
+    loss: str
+    silence: Silence
+    without_advantage: int
+    """Trained tokens whose advantage is 0."""
+    versions: dict[int, int]
+    groups: list[GroupReport]
+    """The largest gradient first."""
+    ratios: list[Ratio]
 
 
 class WatchedLoss:
@@ -81,7 +183,7 @@ class WatchedLoss:
             "bounded": ~is_silent & is_limited & (batch.advantages != 0),
         }
         counts = {n: batch.sequence_ids[k].bincount(minlength=batch.n_sequences).tolist() for n, k in kinds.items()}
-        self.passes.append([Silence(**{n: c[i] for n, c in counts.items()}) for i in range(batch.n_sequences)])
+        self.passes.append([Counter({n: c[i] for n, c in counts.items()}) for i in range(batch.n_sequences)])
         return self.loss(batch, logprobs, *arguments, **named)
 
 
@@ -92,29 +194,29 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
         ConfigurationError: records or checkpoints that it needs are gone or damaged.
     """
     compared = Compared(first=1 + max(number for number in checkpoints(run_dir) if number < step), last=step)
-    run = _begin(compared, run_dir, ranks)
-    if not isinstance(run.learner.loss, PolicyLoss):
+    run = Recomputation(run_dir, compared.first - 1, ranks)
+    compared.begins(run)
+    learner, loss = run.learner, run.learner.loss
+    if not isinstance(loss, PolicyLoss):
         raise ConfigurationError(
             f"{run_dir.name} is of METHOD=sft, whose loss has no ratios and advantages to explain; compare its steps "
             "with their records alone"
         )
     while run.step < step - 1:
-        _note(compared, run.take(*run.groups()))
+        compared.took(run.take(*run.groups()))
     head, groups = run.groups()
-    learner = run.learner
-    before = learner.logprobs(groups)
-    gradients, sources = _gradients(learner, groups)
-    assert isinstance(learner.loss, PolicyLoss)
-    learner.loss = watched = WatchedLoss(learner.loss)  # type: ignore[assignment]
+    before, gradients = learner.logprobs(groups), _gradients(learner, groups)
+    learner.loss = watched = WatchedLoss(loss)  # type: ignore[assignment]
     taken = run.take(head, groups)
-    learner.loss = watched.loss
-    silences = _silences(learner, groups, watched, step)
-    after = learner.logprobs(groups)
-    _note(compared, taken)
-    _compare_checkpoint(compared, run)
-    decode = learner.policy.description.decode if learner.policy.description else lambda _ids: ""
-    reports = _group_reports(run, groups, gradients, silences, before, after, decode)
-    of_tokens = [s for of_group in silences for s in of_group]
+    learner.loss = loss
+    silences, after = _silences(learner, groups, watched, step), learner.logprobs(groups)
+    compared.took(taken)
+    compared.ends(run)
+    decode: Decode = learner.policy.description.decode if learner.policy.description else lambda _ids: ""
+    reports = [
+        _group_report(group, gradients.get(id(group), (0.0, 0.0)), of_loss, then, now, decode)
+        for group, of_loss, then, now in zip(groups, silences, before, after, strict=True)
+    ]
     return Explanation(
         run=run_dir.name,
         step=step,
@@ -123,99 +225,47 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
         metrics=taken.result.metrics,
         max_grad_norm=run.settings.max_grad_norm,
         loss=run.settings.loss,
-        silence=sum(of_tokens, Silence()),
-        without_advantage=sum(
-            s.trained_tokens if s.advantages is None else int((s.trained(s.advantages) == 0).sum())
-            for group in groups
-            for s in group.sequences
-        ),
+        silence=_total(silences),
+        without_advantage=sum(_without_advantage(s) for group in groups for s in group.sequences),
         versions=_versions(groups),
-        sources=sources,
         groups=sorted(reports, key=lambda report: -report.grad_norm),
         ratios=_largest_ratios(groups, before, decode),
     )
 
 
-def verify(run_dir: Path, _step: int, ranks: Ranks) -> list[Compared]:
+def verify(run_dir: Path, ranks: Ranks) -> list[Compared]:
     """Compute every step again that led from a checkpoint to the next one, and compare. A collective of all ranks."""
-    steps = checkpoints(run_dir)
-    return [_compare_between(run_dir, first, last, ranks) for first, last in pairwise(steps)]
-
-
-FUNCTIONS: dict[str, Callable[[Path, int, Ranks], Any]] = {"explain": explain, "verify": verify}
-
-
-def run_rank(name: str, run_dir: str, step: str, result: str) -> int:
-    """Run a function of FUNCTIONS as the rank that torchrun's variables name; return the exit code."""
-    logs.configure("explain", "warning")
-    transformers.utils.logging.disable_progress_bar()
-
-    def body() -> None:
-        with join_ranks() as ranks:
-            value = FUNCTIONS[name](Path(run_dir), int(step), ranks)
-            if ranks.is_main:
-                plain = [one.model_dump() for one in value] if isinstance(value, list) else value.model_dump()
-                # Not orjson, which has no NaN: a step that was not finite is one to explain.
-                Path(result).write_text(json.dumps(plain), encoding="utf-8")
-
-    return exit_code_of(body)
-
-
-def _begin(compared: Compared, run_dir: Path, ranks: Ranks) -> Recomputation:
-    """Return the run as it was before the first step, and note from what and with what it is computed."""
-    run = Recomputation(run_dir, compared.first - 1, ranks)
-    compared.begin = f"checkpoint step-{run.step:06d}" if run.step else run.settings.model_name
-    compared.then = run.records.head(compared.first).computation
-    compared.now = computation(run.learner.policy, run.ranks)
-    return run
-
-
-def _note(compared: Compared, taken: Taken) -> None:
-    compared.metrics += taken.compared
-    if taken.differences and compared.step is None:
-        compared.step, compared.differences = taken.head.step, taken.differences
-
-
-def _compare_checkpoint(compared: Compared, run: Recomputation) -> None:
-    """Compare the weights and moments with the checkpoint of the last step, if there is one."""
-    if run.step in checkpoints(run.run_dir):
-        differences, compared.tensors = run.compare()
-        if differences and compared.step is None:
-            compared.step, compared.differences = run.step, differences
+    return [_compare_between(run_dir, first, last, ranks) for first, last in pairwise(checkpoints(run_dir))]
 
 
 def _compare_between(run_dir: Path, first: int, last: int, ranks: Ranks) -> Compared:
     compared = Compared(first=first + 1, last=last)
     try:
-        run = _begin(compared, run_dir, ranks)
+        run = Recomputation(run_dir, first, ranks)
+        compared.begins(run)
         while run.step < last:
-            _note(compared, run.take(*run.groups()))
-        _compare_checkpoint(compared, run)
+            compared.took(run.take(*run.groups()))
+        compared.ends(run)
     except ConfigurationError as error:
         compared.reason = str(error)
     return compared
 
 
-def _gradients(learner: Learner, groups: Sequence[TrainingGroup]) -> Gradients:
-    """Return the gradients at the present weights; a sum of gradients keeps a copy of the model's size."""
+def _gradients(learner: Learner, groups: Sequence[TrainingGroup]) -> dict[int, tuple[float, float]]:
+    """Return the norm of each group's gradient at the present weights, and its share, by the group's ``id``."""
     known = [group for group in groups if not len(unknown_ids(group, learner.policy.config.vocab_size))]
     sizes: dict[int, StepSize] = {}
     for share in learner.shares(known):
         size = learner.part(share).size
         sizes |= {id(group): size for group in share}
         learner.add_gradients(share, size)
-    whole, of_groups, of_sources = _taken_gradients(learner), {}, []
-    for source in sorted({group.source for group in known}):
-        total: list[Tensor | None] = [None] * len(whole)
-        own = [group for group in known if group.source == source]
-        for group in own:
-            learner.add_gradients([group], sizes.get(id(group), StepSize(0, 0)))
-            gradient = _taken_gradients(learner)
-            of_groups[id(group)] = _norm_and_share(gradient, whole)
-            total = [b if a is None else a if b is None else a + b for a, b in zip(total, gradient, strict=True)]
-        norm, part = _norm_and_share(total, whole)
-        of_sources.append(SourceReport(source=source, groups=len(own), grad_norm=norm, share=part))
-    return of_groups, of_sources
+    whole, of_groups = _taken_gradients(learner), {}
+    squares = _dot(whole, whole)
+    for group in known:
+        learner.add_gradients([group], sizes.get(id(group), StepSize(0, 0)))
+        part = _taken_gradients(learner)
+        of_groups[id(group)] = (_dot(part, part) ** 0.5, _dot(part, whole) / squares if squares else 0.0)
+    return of_groups
 
 
 def _taken_gradients(learner: Learner) -> list[Tensor | None]:
@@ -223,11 +273,6 @@ def _taken_gradients(learner: Learner) -> list[Tensor | None]:
     gradients = [p.grad for group in learner.optimizer.param_groups for p in group["params"]]
     learner.optimizer.zero_grad()
     return gradients
-
-
-def _norm_and_share(part: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> tuple[float, float]:
-    squares = _dot(whole, whole)
-    return _dot(part, part) ** 0.5, _dot(part, whole) / squares if squares else 0.0
 
 
 def _dot(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
@@ -245,18 +290,31 @@ def _silences(
     parts = [learner.part(share) for share in learner.shares(known)]
     batches = [pieces for i in part_order(learner.settings, step - 1) for pieces in parts[i].micro_batches]
     places = {id(s): (g, n) for g, group in enumerate(groups) for n, s in enumerate(group.sequences)}
-    found: list[list[Silence]] = [[Silence() for _ in group.sequences] for group in groups]
+    found: list[list[Silence]] = [[Counter() for _ in group.sequences] for group in groups]
     mine = [
-        (*places[id(sequence)], silence.model_dump())
+        (*places[id(sequence)], silence)
         # A shared critic that trains alone leaves the policy's loss without a pass.
         for pieces, silences in zip(batches, watched.passes, strict=False)
         for sequence, silence in zip((s for piece in pieces for s in piece.sequences), silences, strict=bool(pieces))
     ]
     # Every rank of a context group has the same.
     by_share = learner.ranks.gather_json(mine)[:: learner.ranks.context.size]
-    for g, n, fields in (one for of_share in by_share for one in of_share):
-        found[g][n] += Silence(**fields)
+    for g, n, counts in (one for of_share in by_share for one in of_share):
+        found[g][n].update(counts)
     return found
+
+
+def _total(silences: Sequence[Sequence[Silence]]) -> Silence:
+    total: Silence = Counter()
+    for silence in (one for of_group in silences for one in of_group):
+        total.update(silence)  # a sum would leave out what is 0
+    return total
+
+
+def _without_advantage(sequence: TokenSequence) -> int:
+    """Return the trained tokens of a completion whose advantage is 0."""
+    advantages = sequence.advantages
+    return sequence.trained_tokens if advantages is None else int((sequence.trained(advantages) == 0).sum())
 
 
 def _versions(groups: Sequence[TrainingGroup]) -> dict[int, int]:
@@ -264,53 +322,42 @@ def _versions(groups: Sequence[TrainingGroup]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def _group_reports(
-    run: Recomputation,
-    groups: Sequence[TrainingGroup],
-    gradients: Mapping[int, tuple[float, float]],
-    silences: Sequence[Sequence[Silence]],
-    before: Sequence[PerToken],
-    after: Sequence[PerToken],
-    decode: Callable[[list[int]], str],
-) -> list[GroupReport]:
-    reports = []
-    for place, group in enumerate(groups):
-        norm, share = gradients.get(id(group), (0.0, 0.0))
-        completions = [
-            CompletionReport(
-                reward=s.reward,
-                advantage=0.0
-                if s.advantages is None or not s.trained_tokens
-                else float(s.trained(s.advantages).mean()),
-                tokens=s.trained_tokens,
-                before=float(before[place][n].sum()),
-                after=float(after[place][n].sum()),
-                silence=silences[place][n],
-                text=_short(s.completion or decode(s.completion_ids.tolist())),
-            )
-            for n, s in enumerate(group.sequences)
-        ]
-        reports.append(
-            GroupReport(
-                group_id=group.group_id,
-                source=group.source,
-                prompt=_short(decode(group.prompt_ids)),
-                is_replayed=group.is_replayed,
-                weight=group.weight,
-                versions=_versions([group]),
-                grad_norm=norm,
-                share=share,
-                completions=completions,
-            )
+def _group_report(
+    group: TrainingGroup,
+    gradient: tuple[float, float],
+    silences: Sequence[Silence],
+    before: PerToken,
+    after: PerToken,
+    decode: Decode,
+) -> GroupReport:
+    completions = [
+        CompletionReport(
+            reward=s.reward,
+            advantage=0.0 if s.advantages is None or not s.trained_tokens else float(s.trained(s.advantages).mean()),
+            tokens=s.trained_tokens,
+            before=float(before[n].sum()),
+            after=float(after[n].sum()),
+            silence=silences[n],
+            text=_short(s.completion or decode(s.completion_ids.tolist())),
         )
-    return reports
+        for n, s in enumerate(group.sequences)
+    ]
+    return GroupReport(
+        group_id=group.group_id,
+        source=group.source,
+        prompt=_short(decode(group.prompt_ids)),
+        is_replayed=group.is_replayed,
+        weight=group.weight,
+        versions=_versions([group]),
+        grad_norm=gradient[0],
+        share=gradient[1],
+        completions=completions,
+    )
 
 
-def _largest_ratios(
-    groups: Sequence[TrainingGroup], before: Sequence[PerToken], decode: Callable[[list[int]], str]
-) -> list[Ratio]:
+def _largest_ratios(groups: Sequence[TrainingGroup], before: Sequence[PerToken], decode: Decode) -> list[Ratio]:
     """Return the tokens with the largest distance of the policy from the one that sampled, the largest first."""
-    found = []
+    found: list[tuple[float, TrainingGroup, int, int]] = []
     for group, of_group in zip(groups, before, strict=True):
         for number, (sequence, logprobs) in enumerate(zip(group.sequences, of_group, strict=True)):
             distances = logprobs - sequence.trained(sequence.logprobs)
@@ -326,21 +373,11 @@ def _largest_ratios(
         key = group.group_id.encode() + sequence.completion_ids[: place + 1].tobytes()
         if key not in ratios:
             ids = [*group.prompt_ids, *sequence.completion_ids[:place].tolist()]
-            ratios[key] = Ratio(
-                ratio=float(torch.tensor(distance).exp()),
-                group_id=group.group_id,
-                completion=number,
-                place=place,
-                version=int(sequence.policy_versions[place]),
-                before=decode(ids[-CONTEXT:]),
-                token=texts.token_texts([int(sequence.completion_ids[place])])[0],
-            )
+            ratio, version = float(torch.tensor(distance).exp()), int(sequence.policy_versions[place])
+            [token] = texts.token_texts([int(sequence.completion_ids[place])])
+            ratios[key] = Ratio(ratio, group.group_id, number, place, version, decode(ids[-CONTEXT:]), token)
     return [*ratios.values()]
 
 
 def _short(text: str) -> str:
     return text if len(text) <= TEXT else f"{text[: TEXT - 1]}…"
-
-
-if __name__ == "__main__":
-    leave(run_rank(*sys.argv[1:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,11 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.teachers import load_teachers
 from trainer.rank_calls import update_models
-from trainer.reporting.explanations import Difference
 from trainer.reporting.group_records import Computation, GroupRecords, StepHead
 
-SECTIONS = (
-    AlgorithmSection,
-    CriticSection,
-    DistillationSection,
-    MemorySection,
-    OptimisationSection,
-    SamplingSection,
-)
-SECTION_FIELDS = {name for section in SECTIONS for name in section.model_fields} - Settings.model_fields.keys()
-NUMBERS = {"model_name", "seed", "sources"} | SECTION_FIELDS
+_SECTIONS = (AlgorithmSection, CriticSection, DistillationSection, MemorySection, OptimisationSection, SamplingSection)
+_FIELDS = {name for section in _SECTIONS for name in section.model_fields} - Settings.model_fields.keys()
+NUMBERS = {"model_name", "seed", "sources"} | _FIELDS
 """The settings on which the numbers of an update depend."""
 
 
@@ -65,6 +57,20 @@ def computation(policy: Policy, ranks: Ranks) -> Computation:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+
+
+@dataclass
+class Difference:
+    """A number, or a tensor of a checkpoint, that was computed differently."""
+
+    name: str
+    recorded: float | None
+    recomputed: float | None
+    """A tensor's numbers are those at the first place that differs."""
+    elements: int | None = None
+    """The elements of a tensor that differ, on the first rank with any."""
+    largest: float | None = None
+    """Their largest distance."""
 
 
 @dataclass
@@ -158,7 +164,7 @@ class Recomputation:
             self.load(self.step)
             theirs = {name: _local(tensor) for name, tensor in self._tensors()}
             unlike = [found for name, tensor in theirs.items() if (found := _difference(name, tensor, mine[name]))]
-        of_ranks = self.ranks.gather_json([one.model_dump() for one in unlike])
+        of_ranks = self.ranks.gather_json([asdict(one) for one in unlike])
         first = {one["name"]: Difference(**one) for found in reversed(of_ranks) for one in found}
         return [first[name] for name in theirs if name in first], len(theirs)
 

@@ -27,7 +27,7 @@ REMOVED: dict[str, str] = {
     "ROLLOUT_LOST_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: twice that",
     "SANDBOX_SESSION_SECONDS": "an episode's programs have 60 s of processor time, and CODE_CPU_SECONDS bounds each",
 }
-"""What does the work of a removed variable, by its name."""
+"""The words that say what does the work of a removed variable, by its name."""
 
 
 def removed_among(names: Iterable[str]) -> list[str]:

@@ -211,7 +211,7 @@ class Forms:
 
     @property
     def _takes_value(self) -> bool:
-        """Whether an action, as numbers or as text, is the value of the action's only field."""
+        """True if an action, as numbers or as text, is the value of the action's only field."""
         field = self.action_field
         is_text = field is not None and self.action_schema["properties"][field].get("type") == "string"
         return self.state_field is not None or is_text

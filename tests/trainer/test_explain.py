@@ -20,9 +20,8 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.runs import STEPS, Outside, train, weights_after
 from tests.trainer.tiny import random_groups
-from trainer.explain import _gradients, explain, verify
+from trainer.explain import Explanation, _gradients, explain, verify
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.reporting.explanations import Explanation
 
 ALL: dict[str, Any] = {"record_groups": "all", "checkpoints_kept": 9}
 PPO = ALL | {"advantage": "gae", "critic_warmup_steps": 1, "updates_per_batch": 2, "epochs_per_batch": 2}
@@ -114,7 +113,10 @@ def test_episodes_and_replayed_groups_are_computed_again_to_the_bit(alone: Ranks
 
 def train_and_explain(ranks: Ranks, model: Path, directory: Path, context: int) -> list[bytes]:
     weights_after(ranks.in_contexts(context), model, directory, PPO | {"context_parallel_size": context})
-    return [orjson.dumps(one.model_dump(mode="json")) for one in checked(directory / "runs" / "r", ranks)]
+    return [
+        orjson.dumps(one, lambda x: x.model_dump(), orjson.OPT_NON_STR_KEYS)
+        for one in checked(directory / "runs" / "r", ranks)
+    ]
 
 
 @pytest.mark.slow
@@ -122,9 +124,12 @@ def train_and_explain(ranks: Ranks, model: Path, directory: Path, context: int) 
 def test_two_ranks_compute_their_steps_again_to_the_bit(model: Path, tmp_path: Path, context: int) -> None:
     first, second = run_on_ranks(2, train_and_explain, model, tmp_path, context)
     for mine, theirs in zip(first, second, strict=True):
-        a, b = Explanation.model_validate_json(mine), Explanation.model_validate_json(theirs)
-        assert (a.silence, a.versions, a.metrics) == (b.silence, b.versions, b.metrics)
-        assert a.silence.tokens == 2 * sum(a.versions.values()) * (a.step > 1), "both epochs of the batch"
+        a, b = orjson.loads(mine), orjson.loads(theirs)
+        assert [a[name] for name in ("silence", "versions", "metrics")] == [
+            b[name] for name in ("silence", "versions", "metrics")
+        ]
+        tokens = 2 * sum(a["versions"].values()) * (a["step"] > 1)
+        assert a["silence"].get("tokens", 0) == tokens, "both epochs of the batch"
 
 
 def test_without_a_checkpoint_right_before_it_a_step_is_computed_from_an_earlier_one(
@@ -136,9 +141,9 @@ def test_without_a_checkpoint_right_before_it_a_step_is_computed_from_an_earlier
     from_first = explain(run_dir, 4, alone)
     assert (from_first.compared.first, from_first.compared.last, from_first.compared.step) == (2, 4, None)
     assert from_first.groups == whole.groups
-    assert [(one.first, one.last, one.step) for one in verify(run_dir, 0, alone)] == [(1, 1, None), (2, 4, None)]
+    assert [(one.first, one.last, one.step) for one in verify(run_dir, alone)] == [(1, 1, None), (2, 4, None)]
     (run_dir / "groups/step-000003").unlink()
-    first, second = verify(run_dir, 0, alone)
+    first, second = verify(run_dir, alone)
     assert first.reason is None
     assert "step 3 has no record" in (second.reason or "")
     with pytest.raises(Exception, match=r"step 3 has no record in .*: there are files of the steps 1 to 4"):
@@ -170,12 +175,9 @@ def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, 
     run_dir = loop.settings.run_dir
     explained = explain(run_dir, 3, alone)
     assert sum(one.share for one in explained.groups) == pytest.approx(1)
-    [source] = explained.sources
-    assert source.grad_norm == pytest.approx(explained.metrics["grad_norm"], rel=1e-5)
-    assert source.share == pytest.approx(1)
     first, second = explained.groups
     assert first.grad_norm >= second.grad_norm > 0
-    assert source.grad_norm <= (first.grad_norm + second.grad_norm) * (1 + 1e-6)
+    assert explained.metrics["grad_norm"] <= (first.grad_norm + second.grad_norm) * (1 + 1e-5)
 
     learner = make_learner(alone, model, STEPS)
     sums = []
@@ -187,15 +189,14 @@ def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, 
     assert [[one.before for one in report.completions], [one.after for one in report.completions]] == sums
     worse, better = report.completions
     assert worse.advantage < 0 < better.advantage
-    assert better.change > worse.change
+    assert better.after - better.before > worse.after - worse.before
 
 
 def test_a_group_that_is_dropped_has_no_gradient(alone: Ranks, model: Path) -> None:
     groups = random_groups(5, n_groups=2)
     flat = replace(groups[0], sequences=[changed(s, advantages=[0.0] * s.tokens) for s in groups[0].sequences])
-    of_groups, [source] = _gradients(make_learner(alone, model, drop_equal_groups=True), [*groups, flat])
+    of_groups = _gradients(make_learner(alone, model, drop_equal_groups=True), [*groups, flat])
     assert of_groups[id(flat)] == (0, 0)
-    assert source.share == pytest.approx(1)
     assert sum(share for _, share in of_groups.values()) == pytest.approx(1)
 
 
@@ -231,13 +232,11 @@ def test_tokens_are_counted_by_what_silences_them(
             return [made.model_copy(update={"sequences": pair})]
 
     explained = explain(train(alone, model, tmp_path, Stale("", prompts=1), **ALL, **settings).directory, 1, alone)
-    counts = explained.silence.model_dump()
-    assert counts.pop("tokens") == 4
+    assert explained.silence["tokens"] == 4
     # A clip and a cap silence the tokens of both completions, a mask those of the worse one; the better one's weights
     # are truncated.
-    expected = {"clip": 0, "cap": 0, "mask": 0, "bounded": 0} | {kind: 4 if kind in ("clip", "cap") else 2}
-    expected |= {"bounded": 2} if kind == "mask" else {}
-    assert counts == expected
+    expected = {kind: 4 if kind in ("clip", "cap") else 2} | ({"bounded": 2} if kind == "mask" else {})
+    assert +explained.silence == expected | {"tokens": 4}
     assert explained.ratios[0].ratio > 50
     assert explained.ratios[0].before
 
