@@ -17,7 +17,7 @@ from benchmarks import harness, service
 from benchmarks.service import Service
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Endpoint
-from services.engines.kinds import ROUTED
+from services.engines.engine import ROUTED
 from services.engines.router import RouterAdmin, proxy_command, router_command
 from services.engines.settings import RolloutSettings
 from services.rollout_server.registration import poll_seconds

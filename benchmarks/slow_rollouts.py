@@ -55,7 +55,7 @@ def run_engine() -> None:
 
 def run_node() -> None:
     """Run the rollout node."""
-    from services.engines.sglang import Embedded
+    from services.engines.engine import Embedded
     from services.rollout_server.__main__ import main
 
     usual = Embedded.command

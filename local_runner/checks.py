@@ -252,7 +252,7 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
             _check_number(task, 1, min_workers)
             continue
         # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
-        from services.engines.kinds import choose_engine
+        from services.engines.engine import choose_engine
         from services.engines.placement import read_config
 
         try:

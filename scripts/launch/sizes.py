@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scripts.launch.models import MEMORY, WEIGHT_BYTES, Model, config_of, find_model
 from services.core.errors import ConfigurationError
-from services.engines.kinds import choose_engine
+from services.engines.engine import choose_engine
 from services.engines.placement import SizeFacts, Split
 from services.engines.settings import RolloutSettings
 from trainer.config import TrainerSettings

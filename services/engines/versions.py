@@ -14,9 +14,6 @@ from pathlib import Path
 
 from services.engines.engine import Engine, Requests, WorkerRefusedError
 
-FIRST_VERSION = 0
-"""The policy version of MODEL_NAME itself."""
-
 
 @dataclass(frozen=True)
 class Delivery:

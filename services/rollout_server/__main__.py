@@ -24,8 +24,7 @@ from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_co
 from services.core.processes import kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import run_until_first_ends
-from services.engines.engine import Engine
-from services.engines.kinds import choose_engine
+from services.engines.engine import Engine, choose_engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.router import RouterAdmin, check_router_installed, proxy_command, router_command
 from services.engines.settings import RolloutSettings

@@ -23,10 +23,10 @@ from services.core.tasks import in_background
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
-from services.engines.versions import FIRST_VERSION, from_directory, serve
+from services.engines.versions import from_directory, serve
 from services.http.client import HttpClient, RequestRefusedError
 from services.rollout_server.watch import UPDATE_SECONDS
-from services.weights.policy_store import PolicyStore, PublishedPolicy, is_adapter
+from services.weights.policy_store import FIRST_VERSION, PolicyStore, PublishedPolicy, is_adapter
 
 T = TypeVar("T")
 log = get_logger(__name__)
