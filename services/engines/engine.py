@@ -6,11 +6,14 @@ engine has the same routes. docs/architecture.md says more.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -42,6 +45,24 @@ restarts has lost it."""
 
 class WorkerRefusedError(Exception):
     """A worker refused or failed a request; the message has its URL, the route and its answer."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A policy version on its way to engines."""
+
+    version: int
+    load: Callable[[Engine], Awaitable[None]]
+    """Has an engine, which generates nothing now, load the version."""
+    is_adapter: bool = False
+    """The version is a LoRA adapter, which engines compute with in addition to their weights."""
+
+
+def from_directory(version: int, path: Path | str, *, is_adapter: bool = False) -> Delivery:
+    """Return a version that engines read from a directory, or by a name on the hub, of a model or a LoRA adapter."""
+    if is_adapter:
+        return Delivery(version, lambda engine: engine.load_adapter(path, version), is_adapter=True)
+    return Delivery(version, lambda engine: engine.load_model(path, version))
 
 
 class Engine(HttpClient):
@@ -207,7 +228,46 @@ class Engine(HttpClient):
         # The first token has no logprob: its logits are those of the token before, which is not computed.
         return [int(token) for _, token, *_ in entries], [float(logprob) for logprob, *_ in entries[1:]]
 
-    # The part of whoever changes the policy version: trainer and launcher, by ``versions.serve``.
+    # The part of whoever changes the policy version: the trainer, with every registered worker at once, and a launcher,
+    # with an engine of its own that starts or has missed a version.
+
+    async def serve(self, delivery: Delivery, requests: Requests, seconds: float | None = None) -> float:
+        """Have the engine serve a version; return the seconds for which it generated nothing.
+
+        After a failure it stays paused, because its weights may be of two versions. It must leave the routing then.
+
+        Args:
+            delivery: the version to serve.
+            requests: the fate of the requests in flight.
+            seconds: longest time for the pause to begin, and again for the load.
+
+        Raises:
+            WorkerRefusedError: the engine refused a step, or serves another version afterwards.
+            DependencyLostError: the engine did not answer.
+            TimeoutError: the steps took longer than ``seconds``.
+        """
+        started = time.perf_counter()
+        async with asyncio.timeout(seconds):
+            await self.hold(requests, for_adapter=delivery.is_adapter)
+        async with asyncio.timeout(seconds):
+            await delivery.load(self)
+            return await self.resume_with(delivery.version, started)
+
+    async def resume_with(self, version: int, started: float) -> float:
+        """Generate again with a version that is loaded; return the seconds since ``started``, when the pause began.
+
+        Raises:
+            WorkerRefusedError: the engine refused a step, or serves another version.
+            DependencyLostError: the engine did not answer.
+        """
+        await self.resume()
+        pause = time.perf_counter() - started
+        served = await self.version()
+        if served != version:
+            raise WorkerRefusedError(
+                f"worker {self.url} loaded policy version {version} but says that it serves {served}"
+            )
+        return pause
 
     async def version(self) -> int | None:
         """Return the policy version that the engine serves, or will serve once it wakes; None for other names.
