@@ -18,7 +18,7 @@ from services.engines.engine import Engine
 from services.engines.placement import EnginePlace
 from services.engines.router import proxy_command, router_command
 from services.engines.settings import RolloutSettings
-from services.rollout_server.node_addresses import choose_addresses
+from services.rollout_server.__main__ import choose_addresses
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
 BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29000))

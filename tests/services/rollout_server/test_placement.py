@@ -19,7 +19,7 @@ from services.core.machine import ComputeType
 from services.engines.engine import Embedded, Engine
 from services.engines.placement import EnginePlace, SizeFacts, can_split, place_engines, size_facts, weight_bytes
 from services.engines.settings import RolloutSettings
-from services.rollout_server.node_addresses import choose_addresses
+from services.rollout_server.__main__ import choose_addresses
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
 # Heads, key-value heads, width of the MLP, and bytes of the weights in bfloat16.
