@@ -29,7 +29,8 @@ from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.files import check_model, check_model_directory, read_object
 from services.core.machine import VISIBLE_GPUS_VARIABLE
-from services.core.settings import Method, Settings, removal
+from services.core.removed import removed_among
+from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
@@ -124,6 +125,8 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     Raises:
         ConfigurationError: no component reads a variable; the message has the nearest name.
     """
+    if sentences := removed_among((*options, *files)):
+        raise ConfigurationError("; ".join(sentences))
     readers = tasks_by_variable()
     tasks = {component for task in group.tasks for component in task.components}
     declared = {name for task in group.tasks for name in task.declared}
@@ -131,9 +134,7 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     for name in dict.fromkeys((*options, *files)):
         if name in declared or _is_foreign(name, readers):
             continue
-        if refusal := removal(name):
-            problems.append(refusal)
-        elif name.upper() not in readers:
+        if name.upper() not in readers:
             near = nearest(name.upper(), {*readers, *declared}, "nearest setting")
             problems.append(
                 f"{name} is read by no component{near}. If your own code reads it, declare it under "

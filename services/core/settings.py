@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
+from services.core.removed import removed_among
 from services.core.run_ids import RUN_ID, default_run_id
 from services.core.sources import Schedule, Source, Sources, load_sources
 
@@ -45,12 +46,6 @@ Result = TypeVar("Result")
 SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|AUTHORIZATION)$", re.IGNORECASE)
 """The ends of the names of variables, and of fields of JSON, that hold secrets."""
 _USER_IN_URL = re.compile(r"(?:^|,)\s*+[a-z][a-z+.-]*://[^/?#\s]*@", re.IGNORECASE)
-
-REMOVED = {
-    "PUBLISH_DELTA": "every version has all weights; PUBLISH_TRANSPORT=broadcast sends them past a slow volume, and "
-    "LORA_RANK makes versions small",
-}
-"""The variables that are no longer read, with what does their work now."""
 
 ADVANCED = "[advanced]"
 """The end of the text of a setting that hardly any run has a reason to change; docs/configuration.md lists it apart."""
@@ -93,11 +88,11 @@ class Settings(BaseSettings):
         """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
 
         Raises:
-            ConfigurationError: a value is not allowed, or a variable is no longer read. The message has the name, the
+            ConfigurationError: a value is not allowed, or a variable is a removed one. The message has the name, the
                 value and the allowed values, or what does the variable's work now.
         """
-        if refusals := [refusal for name in os.environ if os.environ[name] and (refusal := removal(name))]:
-            raise ConfigurationError("; ".join(refusals))
+        if sentences := removed_among(name for name, value in os.environ.items() if value):
+            raise ConfigurationError("; ".join(sentences))
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:
@@ -312,12 +307,6 @@ class AgentSettings(AgentColumns):
     agent_seconds: float = Field(600, gt=0)
     """Longest time of an episode without the time that its calls of the model take. With them it may take twice as
     long; then the engines are too slow, and it has no reward."""
-
-
-def removal(name: str) -> str:
-    """Return what does the work of a variable that is no longer read; empty for any other."""
-    instead = REMOVED.get(name.upper())
-    return f"{name} is no longer a setting: {instead}; leave it out" if instead else ""
 
 
 def _describe(problem: Any) -> str:

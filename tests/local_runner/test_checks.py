@@ -37,7 +37,7 @@ def refused(*env: str, **options) -> str:
     [
         (["BATCHSIZE=3"], "BATCHSIZE is read by no component; the nearest setting is BATCH_SIZE"),
         (["SGLANG_TP_SIZ=2"], "the nearest setting is SGLANG_TP_SIZE"),
-        (["PUBLISH_DELTA=true"], "PUBLISH_DELTA is no longer a setting: .*PUBLISH_TRANSPORT=broadcast"),
+        (["PUBLISH_DELTA=true"], "PUBLISH_DELTA is no setting any more; .*PUBLISH_TRANSPORT=broadcast"),
         (["MY_THRESHOLD=2"], "MY_THRESHOLD is read by no component"),
         (["EVAL_SPLIT=test"], "EVAL_SPLIT is read by evaluate alone"),
         (["BATCH_SIZE=two"], "ppo-trainer, rollout-server: BATCH_SIZE is 'two'"),
