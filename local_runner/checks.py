@@ -251,7 +251,7 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
         each, n_gpus = 1, len(gpus_of(run, task, 0)) or task.gpus_per_node
         if n_gpus:
             # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
-            from services.engines.kinds import choose_engine
+            from services.engines.engine import choose_engine
             from services.engines.shape import read_config
 
             try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.engines.kinds import choose_engine
+from services.engines.engine import choose_engine
 from services.engines.placement import Split
 from services.engines.settings import RolloutSettings
 from services.engines.shape import SizeFacts

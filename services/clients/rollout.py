@@ -25,7 +25,7 @@ from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError, first_line
 from services.core.logs import get_logger
 from services.core.models import model_file
-from services.engines.kinds import ROUTED
+from services.engines.engine import ROUTED
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.groups import EMPTY, TokenSequence
 from services.protocol.prompts import Prompt

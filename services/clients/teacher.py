@@ -12,7 +12,7 @@ from prometheus_client import Counter
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.engines.kinds import ROUTED
+from services.engines.engine import ROUTED
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.base import PROBE
 from services.protocol.groups import TEACHER, TokenSequence

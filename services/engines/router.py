@@ -14,9 +14,9 @@ from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import PROXY_VARIABLES, Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.processes import Command
-from services.engines.engine import Engine, check_installed, listen_flags
-from services.engines.kinds import ENGINES, ROUTED
+from services.engines.engine import ENGINES, ROUTED, Engine
 from services.engines.settings import EngineKind, RolloutSettings
+from services.engines.sglang import check_installed, listen_flags
 from services.http.client import HttpClient, RequestRefusedError
 
 ROUTER_SECONDS = 30.0

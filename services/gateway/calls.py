@@ -38,7 +38,7 @@ from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.models import context_length, vocabulary_size
-from services.engines.kinds import ROUTED
+from services.engines.engine import ROUTED
 from services.gateway.chat_api import Api, add_turns, reply_of
 from services.gateway.requests import ChatRequest
 from services.gateway.sessions import Asker, Session

@@ -20,13 +20,12 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
 from services.core.tasks import in_background
-from services.engines.engine import Engine, WorkerRefusedError
+from services.engines.engine import Engine, WorkerRefusedError, from_directory
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
-from services.engines.versions import FIRST_VERSION, from_directory, serve
 from services.http.client import HttpClient, RequestRefusedError
 from services.rollout_server.watch import UPDATE_SECONDS
-from services.weights.policy_store import PolicyStore, PublishedPolicy, is_adapter
+from services.weights.policy_store import FIRST_VERSION, PolicyStore, PublishedPolicy, is_adapter
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -232,7 +231,7 @@ class WorkerRegistration:
             self._has_first_weights, self._is_loading = False, True
             try:
                 async with self._held(newest):
-                    seconds = await serve(self._worker, delivery, "abort")
+                    seconds = await self._worker.serve(delivery, "abort")
             finally:
                 self._is_loading = False
             self._log.info("worker caught up", policy_version=delivery.version, seconds=seconds)

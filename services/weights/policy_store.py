@@ -18,6 +18,8 @@ from pathlib import Path
 
 from services.core.files import replace_directory
 
+FIRST_VERSION = 0
+"""The policy version of MODEL_NAME itself."""
 ADAPTER_NAME = "policy"
 """The name of the trained adapter on every rollout worker; a request gives it as ``lora_path``."""
 CONFIG_FILE = "adapter_config.json"

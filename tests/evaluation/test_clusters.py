@@ -23,7 +23,7 @@ from evaluation.report import Results
 from evaluation.settings import EvaluationSettings
 from services.core.endpoints import ENGINE_PORT, Task, bind_address, endpoint
 from services.http.server import listen
-from services.rollout_server.node_addresses import choose_addresses
+from services.rollout_server.__main__ import choose_addresses
 from tests.evaluation.conftest import ARITHMETIC, Here
 from tests.waiting import IDLE_SECONDS, wait_until
 

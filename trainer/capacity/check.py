@@ -17,7 +17,7 @@ from services.core.errors import ConfigurationError
 from services.core.files import saved_steps
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
-from services.engines.kinds import choose_engine
+from services.engines.engine import choose_engine
 from services.engines.settings import RolloutSettings
 from services.engines.shape import SizeFacts, read_config
 from trainer.capacity.limits import Limits, VolumeRoom, find_limits

@@ -35,7 +35,6 @@ from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.engines.router import Worker
-from services.engines.versions import resume
 from services.weights.broadcast_group import (
     SOURCE,
     installed_nccl,
@@ -227,7 +226,7 @@ class Broadcaster:
                 is_flattened=self.flattens,
             )
         await engine.end_update()
-        return await resume(engine, version, started)
+        return await engine.resume_with(version, started)
 
     async def _group_of(self, workers: Sequence[Worker], engines: Sequence[Engine]) -> WorkerGroup | None:
         """Return the group of these workers: the present one, or a new one when the workers have changed.

@@ -11,7 +11,6 @@ the adapter arrived and 0 when it did not.
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,10 +79,8 @@ class Probe:
         if group is None:
             return {}
         (expected,) = self._logprobs([group], temperature=1.0)[0]
-        probing = probe_workers(
-            self._publisher, group.prompt_ids, group.sequences[0].completion_ids.tolist(), expected.tolist()
-        )
-        return {"probe_difference": self._publisher.services.call(probing)}
+        token_ids = [*group.prompt_ids, *group.sequences[0].completion_ids.tolist()]
+        return self._publisher.services.call(probe_weights(self._publisher, token_ids, expected.tolist()))
 
     def _completions(self, groups: Iterable[TrainingGroup]) -> Iterator[TrainingGroup]:
         """Yield each completion of which the trainer computes log-probabilities, as a group without a loss mask."""
@@ -109,63 +106,59 @@ class Probe:
         return self._publisher.services.call(self._adapter_probe.check(expected.tolist()))
 
 
-async def probe_workers(
-    publisher: Publisher, prompt_ids: Sequence[int], completion_ids: Sequence[int], expected: Sequence[float]
-) -> float:
-    """Have every worker rescore a completion, and drop workers that differ by more than TOLERANCE.
+async def probe_weights(publisher: Publisher, token_ids: Sequence[int], expected: Sequence[float]) -> dict[str, float]:
+    """Have every worker rescore a text, and drop workers that differ by more than TOLERANCE.
 
     Args:
         publisher: knows the workers.
-        prompt_ids: the prompt of the probe.
-        completion_ids: [N], the completion of the probe.
-        expected: [N], the trainer's log-probabilities of the completion at temperature 1.
+        token_ids: the prompt and the completion of the probe.
+        expected: [N], the trainer's log-probabilities of the completion, the last N tokens, at temperature 1.
 
     Returns:
-        The largest difference of a worker, as the mean over tokens of |log pi_worker - log pi_trainer|.
+        ``probe_difference``, the largest mean over tokens of |log pi_worker - log pi_trainer|.
     """
     workers = await publisher.registered_workers()
-
-    async def difference_of(worker: Worker) -> float:
-        scores = await _rescored(publisher, worker, [*prompt_ids, *completion_ids], None)
-        if scores is None:
-            return float("inf")
-        return statistics.fmean(abs(a - b) for a, b in zip(scores[-len(completion_ids) :], expected, strict=True))
-
-    differences = await asyncio.gather(*map(difference_of, workers))
-    far = [worker for worker, difference in zip(workers, differences, strict=True) if difference > TOLERANCE]
-    if far:
-        urls = [worker.url for worker in far]
-        log.warning("workers compute something else than the trainer", urls=urls, difference=max(differences))
-        await publisher.drop_workers(far)
-    return max(differences, default=0.0)
+    scores = await asyncio.gather(*(_rescored(publisher, worker, token_ids, None) for worker in workers))
+    differences = [
+        float("inf") if own is None else _mean_difference(own[-len(expected) :], _tensor(expected)) for own in scores
+    ]
+    largest = max(differences, default=0.0)
+    message = "workers compute something else than the trainer"
+    await _drop(publisher, workers, [each > TOLERANCE for each in differences], message, difference=largest)
+    return {"probe_difference": largest}
 
 
 async def _rescored(
     publisher: Publisher, worker: Worker, token_ids: Sequence[int], adapter: str | None
-) -> list[float] | None:
+) -> Tensor | None:
     """Return a worker's log-probabilities of ``token_ids[1:]``; None if it does not give any."""
     try:
         async with publisher.engine(worker) as engine:
-            return await engine.rescore(token_ids, adapter)
+            return _tensor(await engine.rescore(token_ids, adapter))
     except (WorkerRefusedError, DependencyLostError) as error:
         log.warning("worker not probed", url=worker.url, reason=str(error))
         return None
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of the probe at one version, [N] each."""
-
-    trainer: Tensor
-    worker: Tensor
+async def _drop(
+    publisher: Publisher, workers: Sequence[Worker], are_wrong: Sequence[bool], message: str, **found: object
+) -> list[Worker]:
+    """Take the workers that are wrong out of the routing, with a line in the log, and return them."""
+    wrong = [worker for worker, is_wrong in zip(workers, are_wrong, strict=True) if is_wrong]
+    if wrong:
+        log.warning(message, urls=[worker.url for worker in wrong], **found)
+        await publisher.drop_workers(wrong)
+    return wrong
 
 
 @dataclass
-class _LastDelivery:
-    """The scores at the last version that a worker certainly had, and the noise between it and the trainer."""
+class _Delivered:
+    """The scores of trainer and worker, [N] each, at the last version that the worker certainly had."""
 
-    scores: Scores
+    trainer: Tensor
+    worker: Tensor
     noise: float
+    """The root mean square of their difference without an adapter."""
 
 
 class AdapterProbe:
@@ -186,7 +179,7 @@ class AdapterProbe:
         self._publisher = publisher
         self._token_ids = token_ids
         self._model_alone = _tensor(model_alone)
-        self._last: dict[str, _LastDelivery] = {}
+        self._last: dict[str, _Delivered] = {}
         """By the workers' URLs."""
 
     async def check(self, expected: Sequence[float]) -> dict[str, float]:
@@ -201,17 +194,12 @@ class AdapterProbe:
         """
         workers = await self._publisher.registered_workers()
         results = await asyncio.gather(*(self._probe(worker, _tensor(expected)) for worker in workers))
-        wrong = [
-            worker
-            for worker, (difference, share) in zip(workers, results, strict=True)
-            if difference > TOLERANCE or (share is not None and share < LEAST_SHARE)
+        are_wrong = [
+            difference > TOLERANCE or (share is not None and share < LEAST_SHARE) for difference, share in results
         ]
-        if wrong:
-            urls = [worker.url for worker in wrong]
-            log.warning("workers do not compute with the published adapter", urls=urls, difference_and_share=results)
-            for url in urls:
-                self._last.pop(url, None)
-            await self._publisher.drop_workers(wrong)
+        message = "workers do not compute with the published adapter"
+        for worker in await _drop(self._publisher, workers, are_wrong, message, difference_and_share=results):
+            self._last.pop(worker.url, None)
         shares = [share for _, share in results if share is not None]
         return {
             "probe_difference": max(difference for difference, _ in results),
@@ -224,28 +212,27 @@ class AdapterProbe:
             alone = await _rescored(self._publisher, worker, self._token_ids, None)
             if alone is None:
                 return float("inf"), None
-            scores = Scores(self._model_alone, _tensor(alone))
-            self._last[worker.url] = _LastDelivery(scores, _root_mean_square(scores.trainer - scores.worker))
+            noise = _root_mean_square(self._model_alone - alone)
+            self._last[worker.url] = _Delivered(self._model_alone, alone, noise)
         rescored = await _rescored(self._publisher, worker, self._token_ids, ADAPTER_NAME)
         if rescored is None:
             return float("inf"), None
-        last, now = self._last[worker.url], Scores(expected, _tensor(rescored))
-        difference = float((now.trainer - now.worker).abs().mean())
-        if _root_mean_square(now.trainer - last.scores.trainer) <= NOISE_FACTOR * last.noise:
+        last, change = self._last[worker.url], expected - self._last[worker.url].trainer
+        difference = _mean_difference(rescored, expected)
+        if _root_mean_square(change) <= NOISE_FACTOR * last.noise:
             return difference, None
-        share = delivered_share(last.scores, now)
-        last.scores = now
+        # Least squares of the worker's change over the trainer's.
+        share = float(change @ (rescored - last.worker) / (change @ change))
+        last.trainer, last.worker = expected, rescored
         return difference, share
-
-
-def delivered_share(before: Scores, now: Scores) -> float:
-    """Return the share of the trainer's change that the worker sees: least squares of its change over the trainer's."""
-    trainer, worker = now.trainer - before.trainer, now.worker - before.worker
-    return float(trainer @ worker / (trainer @ trainer))
 
 
 def _tensor(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _mean_difference(worker: Tensor, trainer: Tensor) -> float:
+    return float((worker - trainer).abs().mean())
 
 
 def _root_mean_square(values: Tensor) -> float:

@@ -19,9 +19,8 @@ from services.core.endpoints import WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import ServiceThread, in_background
-from services.engines.engine import Engine, Requests, WorkerRefusedError
+from services.engines.engine import Delivery, Engine, Requests, WorkerRefusedError, from_directory
 from services.engines.router import RouterAdmin, Worker
-from services.engines.versions import Delivery, from_directory, serve
 from trainer.config import TrainerSettings, Transport
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcaster, Outcome
 from trainer.publishing.shared import check_hosts
@@ -203,7 +202,7 @@ class Publisher:
 
     async def _serve(self, worker: Worker, delivery: Delivery, requests: Requests) -> float:
         async with self.engine(worker) as engine:
-            return await serve(engine, delivery, requests, PUBLISH_SECONDS)
+            return await engine.serve(delivery, requests, PUBLISH_SECONDS)
 
     async def _settle(self, version: int, workers: Sequence[Worker], outcomes: Sequence[Outcome]) -> list[float]:
         """Drop the workers that do not serve the version; return the pauses of the others."""

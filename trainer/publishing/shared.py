@@ -24,11 +24,9 @@ from torch import Tensor
 from services.core.endpoints import is_own_address
 from services.core.errors import ConfigurationError
 from services.core.machine import VISIBLE_GPUS_VARIABLE, listed_gpus, memory_directory, memory_of_run, remove_memory
-from services.engines.engine import Engine
-from services.engines.kinds import ROUTED
+from services.engines.engine import ROUTED, Delivery, Engine
 from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
-from services.engines.versions import Delivery
 from services.weights.broadcast_group import flattened
 from services.weights.shared_tensors import pack_bucket
 from trainer.model.ranks import Ranks

@@ -14,8 +14,8 @@ import pytest
 from services.clients.gateway import GatewayClient
 from services.core.endpoints import Endpoint
 from services.embedded_engine.http.app import create_app as create_engine_app
+from services.engines.engine import Embedded
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import Embedded
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.engines.sglang import SGLang
+from services.engines.engine import Engine
 from services.weights.policy_store import ADAPTER_NAME
 from tests.adapters import RANK, save_adapter
 from tests.services.rollout_server.nodes import SGLANG_PYTHON, Nodes
@@ -79,7 +79,7 @@ def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-async def worker(server: Nodes) -> AsyncIterator[SGLang]:
+async def worker(server: Nodes) -> AsyncIterator[Engine]:
     """The server's worker, which is awake, has no adapter and serves version 0 again afterwards."""
     async with server.admin() as control:
         yield control

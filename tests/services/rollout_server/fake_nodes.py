@@ -16,9 +16,8 @@ import psutil
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
-from services.engines.engine import WorkerRefusedError
+from services.engines.engine import WorkerRefusedError, from_directory
 from services.engines.router import RouterAdmin
-from services.engines.versions import from_directory, serve
 from services.protocol.groups import TokenSequence
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -94,7 +93,7 @@ class FakeNodes(Nodes):
             for worker in await router.workers():
                 async with worker.engine(TOKEN, timeout=IDLE_SECONDS) as engine:
                     try:
-                        await serve(engine, from_directory(version, path), "finish")
+                        await engine.serve(from_directory(version, path), "finish")
                     except (WorkerRefusedError, DependencyLostError):
                         await router.remove(worker.url)
 

@@ -25,7 +25,7 @@ from services.core.endpoints import (
     ROUTER_PORT,
     Endpoint,
 )
-from services.engines.sglang import Embedded, SGLang
+from services.engines.engine import Embedded, Engine
 from services.weights.policy_store import PolicyStore
 from tests.ports import free_ports
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
@@ -93,9 +93,9 @@ class Nodes:
     def worker(self, rank: int = 0, engine: int = 0) -> Endpoint:
         return self._endpoint(rank, ENGINE_PORTS[engine])
 
-    def admin(self, rank: int = 0) -> SGLang:
+    def admin(self, rank: int = 0) -> Engine:
         """A node's engine, for its tests."""
-        engine = Embedded if self.engine == "embedded" else SGLang
+        engine = Embedded if self.engine == "embedded" else Engine
         return engine(self.worker(rank).url, TOKEN, timeout=IDLE_SECONDS)
 
     @property

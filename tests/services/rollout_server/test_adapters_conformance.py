@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.engines.engine import WorkerRefusedError
-from services.engines.sglang import SGLang
+from services.engines.engine import Engine, WorkerRefusedError
 from services.http.client import RequestRefusedError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
@@ -37,14 +36,14 @@ def reference(model: Path, adapter: Path | None) -> Any:
     return (loaded if adapter is None else PeftModel.from_pretrained(loaded, adapter)).eval()
 
 
-async def replace(worker: SGLang, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
+async def replace(worker: Engine, adapter: Path, version: int, *, finishes_requests: bool = True) -> None:
     await worker.hold("finish" if finishes_requests else "continue", for_adapter=True)
     await worker.load_adapter(adapter, version)
     await worker.resume()
 
 
 async def test_an_adapter_is_computed_for_the_requests_that_name_it(
-    server: Nodes, worker: SGLang, adapters: list[Path]
+    server: Nodes, worker: Engine, adapters: list[Path]
 ) -> None:
     alone = logprobs_by(reference(server.model, None), IDS)
     for version, adapter in enumerate(adapters, start=1):
@@ -57,7 +56,7 @@ async def test_an_adapter_is_computed_for_the_requests_that_name_it(
         assert await worker.rescore(IDS) == alone
 
 
-async def test_the_router_forwards_the_name_of_the_adapter(server: Nodes, worker: SGLang, adapters: list[Path]) -> None:
+async def test_the_router_forwards_the_name_of_the_adapter(server: Nodes, worker: Engine, adapters: list[Path]) -> None:
     await replace(worker, adapters[0], 3)
     async with RolloutClient(server.router, TOKEN, vocab_size=17, lora_path=ADAPTER_NAME) as client:
         completions = await client.generate(PROMPT, SamplingParams(max_new_tokens=8), n=4)
@@ -68,7 +67,7 @@ async def test_the_router_forwards_the_name_of_the_adapter(server: Nodes, worker
 
 
 async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
-    server: Nodes, worker: SGLang, adapters: list[Path]
+    server: Nodes, worker: Engine, adapters: list[Path]
 ) -> None:
     await replace(worker, adapters[1], 4)
     body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
@@ -85,7 +84,7 @@ async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
         assert [given] == logprobs_by(reference(server.model, adapter), [*PROMPT, likeliest], len(PROMPT))
 
 
-async def test_an_adapter_comes_with_the_request(server: Nodes, worker: SGLang, adapters: list[Path]) -> None:
+async def test_an_adapter_comes_with_the_request(server: Nodes, worker: Engine, adapters: list[Path]) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     tensors = load_file(adapters[0] / WEIGHTS_FILE)
     await worker.hold("finish", for_adapter=True)
@@ -95,14 +94,14 @@ async def test_an_adapter_comes_with_the_request(server: Nodes, worker: SGLang, 
     assert await worker.rescore(IDS, ADAPTER_NAME) == logprobs_by(reference(server.model, adapters[0]), IDS)
 
 
-async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(server: Nodes, worker: SGLang) -> None:
+async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(server: Nodes, worker: Engine) -> None:
     async with RolloutClient(server.worker(), TOKEN, vocab_size=17, lora_path="never-loaded") as client:
         with pytest.raises(RequestRefusedError, match="loaded"):
             await client.generate(PROMPT, SamplingParams(max_new_tokens=2), n=1)
 
 
 async def test_an_adapter_of_another_rank_is_refused(
-    server: Nodes, worker: SGLang, adapters: list[Path], tmp_path: Path
+    server: Nodes, worker: Engine, adapters: list[Path], tmp_path: Path
 ) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"r": RANK + 1}))
@@ -118,7 +117,7 @@ async def test_an_adapter_of_another_rank_is_refused(
 
 @pytest.mark.parametrize("finishes_requests", [True, False])
 async def test_requests_in_flight_end_or_go_on_and_never_mix_adapters_unsaid(
-    server: Nodes, worker: SGLang, adapters: list[Path], finishes_requests: bool
+    server: Nodes, worker: Engine, adapters: list[Path], finishes_requests: bool
 ) -> None:
     """SGLang aborts requests where the embedded engine continues them; either way each token has its version."""
     await replace(worker, adapters[0], 10)

@@ -14,11 +14,11 @@ from services.core.child import API_KEY_FROM_TOKEN, LAUNCHER_VARIABLE
 from services.core.endpoints import NO_PROXY_VARIABLES, Endpoint
 from services.core.errors import ConfigurationError
 from services.core.processes import CHILD, Command
+from services.engines.engine import Engine
 from services.engines.placement import EnginePlace
 from services.engines.router import proxy_command, router_command
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import SGLang
-from services.rollout_server.node_addresses import choose_addresses
+from services.rollout_server.__main__ import choose_addresses
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
 BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29000))
@@ -52,7 +52,7 @@ def value_of(command: Command, flag: str) -> str:
 
 
 def sglang(**fields: object) -> Command:
-    return SGLang.command(settings(**fields), BIND, EnginePlace(3, 2, ("6", "7")))
+    return Engine.command(settings(**fields), BIND, EnginePlace(3, 2, ("6", "7")))
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def interpreter_with_sglang(tmp_path: Path) -> str:
 
 def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(interpreter_with_sglang: str) -> None:
     with pytest.raises(ConfigurationError, match="install the extra 'sglang'"):
-        SGLang.check_installed(settings())
+        Engine.check_installed(settings())
     with pytest.raises(ConfigurationError, match="cannot be run"):
-        SGLang.check_installed(settings(sglang_python="/no/such/python"))
-    SGLang.check_installed(settings(sglang_python=interpreter_with_sglang))
+        Engine.check_installed(settings(sglang_python="/no/such/python"))
+    Engine.check_installed(settings(sglang_python=interpreter_with_sglang))
 
 
 def test_sglang_gets_its_flags_from_the_settings() -> None:
@@ -122,7 +122,7 @@ def test_a_variable_of_nccl_that_the_user_has_set_stays(monkeypatch: pytest.Monk
     ids=["GPU", "CPU", "switched off", "quantized", "quantized, one word"],
 )
 def test_an_engine_on_a_gpu_computes_logits_in_float32(extra: str, place: EnginePlace, expected: bool) -> None:
-    arguments = SGLang.command(settings(sglang_extra_flags=extra), BIND, place).arguments
+    arguments = Engine.command(settings(sglang_extra_flags=extra), BIND, place).arguments
     assert ("--enable-fp32-lm-head" in arguments) is expected
     assert "--no-enable-fp32-lm-head" not in arguments, "SGLang does not know it"
 
@@ -143,10 +143,10 @@ def test_cuda_graphs_cover_the_sequences_of_a_step(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], nodes: int, engines: int, expected: str | None
 ) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_NODES", str(nodes))
-    command = SGLang.command(settings(**fields), BIND, EnginePlace(devices=("0",), engines=engines))
+    command = Engine.command(settings(**fields), BIND, EnginePlace(devices=("0",), engines=engines))
     flag = "--cuda-graph-max-bs-decode"
     assert (value_of(command, flag) if flag in command.arguments else None) == expected
-    assert flag not in SGLang.command(settings(**fields), BIND, EnginePlace()).arguments
+    assert flag not in Engine.command(settings(**fields), BIND, EnginePlace()).arguments
 
 
 def test_what_is_not_set_is_left_to_sglang_and_extra_flags_win_split_as_a_shell_does() -> None:
@@ -272,7 +272,7 @@ def test_an_engine_that_sleeps_has_a_memory_saver_on_a_gpu_only() -> None:
     flags = {"--enable-memory-saver", "--enable-weights-cpu-backup"}
     assert flags <= set(sglang(engine_sleeps=True).arguments)
     assert not flags & set(sglang().arguments)
-    on_cpu = SGLang.command(settings(engine_sleeps=True), BIND, EnginePlace())
+    on_cpu = Engine.command(settings(engine_sleeps=True), BIND, EnginePlace())
     assert not flags & set(on_cpu.arguments)
 
 

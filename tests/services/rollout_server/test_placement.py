@@ -16,11 +16,11 @@ from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
+from services.engines.engine import Embedded, Engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import Embedded, SGLang
 from services.engines.shape import SizeFacts, can_split, weight_bytes
-from services.rollout_server.node_addresses import choose_addresses
+from services.rollout_server.__main__ import choose_addresses
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
 # Heads, key-value heads, width of the MLP, and bytes of the weights in bfloat16.
@@ -63,7 +63,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, directory: Path, *gibibytes: i
 
 def places(model_name: str, gpus: int = 8, **fields: Any) -> list[EnginePlace]:
     settings = RolloutSettings.load(model_name=model_name, **fields)
-    return place_engines(SGLang.split(settings, gpus, lambda: size_facts(settings)), gpus)
+    return place_engines(Engine.split(settings, gpus, lambda: size_facts(settings)), gpus)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_engines_share_the_gpus_that_the_node_may_use(monkeypatch: pytest.Monkey
 def test_the_embedded_engine_and_nodes_without_gpus_have_one_engine() -> None:
     settings = RolloutSettings.load(model_name="no/model")
     assert place_engines(Embedded.split(settings, 8, never), 8) == [EnginePlace()]
-    assert place_engines(SGLang.split(settings, 0, never), 0) == [EnginePlace()]
+    assert place_engines(Engine.split(settings, 0, never), 0) == [EnginePlace()]
 
 
 def never() -> SizeFacts:
@@ -225,7 +225,7 @@ def test_sglang_takes_the_flags_of_every_place(tmp_path: Path) -> None:
     place = EnginePlace(3, 2, ("6", "7"))
     address = Endpoint("127.0.0.1", ENGINE_PORTS[3])
     settings = RolloutSettings.load(model_name="a-model", engine_dtype="bfloat16", lora_rank=8)
-    command = SGLang.command(settings, address, place)
+    command = Engine.command(settings, address, place)
     check = tmp_path / "check.py"
     check.write_text(PARSE)
     flags = [flag for flag in command.arguments if flag != API_KEY_FROM_TOKEN]

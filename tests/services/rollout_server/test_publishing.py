@@ -20,8 +20,8 @@ from services.clients.rollout import SamplingParams
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
+from services.engines.engine import ASLEEP, Engine
 from services.engines.router import RouterAdmin
-from services.engines.sglang import ASLEEP, SGLang
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
 from tests.ports import free_ports
@@ -267,7 +267,7 @@ def test_a_worker_that_restarts_serves_the_newest_version_and_is_part_of_the_nex
     assert [two.version(rank) for rank in (0, 1)] == [str(version)] * 2
 
 
-def zero(worker: SGLang, path: Path, version: int) -> Any:
+def zero(worker: Engine, path: Path, version: int) -> Any:
     """Loads an adapter that changes nothing under the path of the new one."""
     tensors = load_file(path / WEIGHTS_FILE)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -275,7 +275,7 @@ def zero(worker: SGLang, path: Path, version: int) -> Any:
     return worker.load_adapter_from_tensors(config, pickle.dumps(zeros), version)
 
 
-load_adapter = SGLang.load_adapter
+load_adapter = Engine.load_adapter
 
 
 def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_with_it(
@@ -287,7 +287,7 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
     trainer.publish()
     assert trainer.probe()["probe_delivered"] == pytest.approx(1, abs=0.01)
 
-    async def load(worker: SGLang, path: Path, version: int) -> None:
+    async def load(worker: Engine, path: Path, version: int) -> None:
         broken = worker.url == two.worker(1).url
         await (zero(worker, path, version) if broken else load_adapter(worker, path, version))
 
@@ -300,7 +300,7 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
 
     monkeypatch.setattr(Publisher, "drop_workers", drop)
     with monkeypatch.context() as patch:
-        patch.setattr(SGLang, "load_adapter", load)
+        patch.setattr(Engine, "load_adapter", load)
         version, workers = trainer.publish()
     assert workers == 2, "nobody has noticed yet"
     trainer.probe()

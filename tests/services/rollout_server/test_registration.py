@@ -16,9 +16,9 @@ import pytest
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.supervisor import SupervisedProcess
+from services.engines.engine import Engine
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import SGLang
 from services.rollout_server import registration as module
 from services.rollout_server.registration import LONGEST_POLL_SECONDS, POLL_SECONDS, WorkerRegistration, poll_seconds
 from services.weights.policy_store import PolicyStore
@@ -113,7 +113,7 @@ async def registered(
     async with (
         asyncio.timeout(IDLE_SECONDS),
         RouterAdmin(node.router.endpoint) as router,
-        SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+        Engine(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         process = cast(SupervisedProcess, engine or RunningEngine())
         running = asyncio.create_task(WorkerRegistration(settings, worker, router, process).run())
@@ -233,7 +233,7 @@ async def test_an_engine_that_refuses_the_newest_version_is_killed_after_some_tr
 async def test_a_worker_whose_engine_starts_again_leaves_the_routing_first(node: Node, tmp_path: Path) -> None:
     async with (
         RouterAdmin(node.router.endpoint) as router,
-        SGLang(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+        Engine(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         process = cast(SupervisedProcess, RunningEngine())
         registration = WorkerRegistration(settings(tmp_path), worker, router, process)

@@ -13,9 +13,8 @@ import pytest
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
-from services.engines.engine import WorkerRefusedError
+from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.router import RouterAdmin
-from services.engines.sglang import SGLang
 from tests.services.rollout_server.conftest import ENGINES, PROBE, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
@@ -25,7 +24,7 @@ PROMPT = [5, 12, 6, 14]
 LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
 
 
-async def test_a_worker_that_woke_computes_as_before(worker: SGLang) -> None:
+async def test_a_worker_that_woke_computes_as_before(worker: Engine) -> None:
     before = await worker.rescore(PROBE)
     assert not await worker.is_asleep()
     for _ in range(2):  # a second call changes nothing
@@ -40,7 +39,7 @@ async def test_a_worker_that_woke_computes_as_before(worker: SGLang) -> None:
     assert await worker.rescore(PROBE) == pytest.approx(before, abs=engine_tolerance())
 
 
-async def test_requests_wait_for_the_next_version(server: Nodes, worker: SGLang) -> None:
+async def test_requests_wait_for_the_next_version(server: Nodes, worker: Engine) -> None:
     await worker.sleep()
     async with RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=2))
@@ -53,7 +52,7 @@ async def test_requests_wait_for_the_next_version(server: Nodes, worker: SGLang)
     assert {version for each in completions for version in each.policy_versions.tolist()} == {5}
 
 
-async def test_a_sleep_ends_what_runs(server: Nodes, worker: SGLang) -> None:
+async def test_a_sleep_ends_what_runs(server: Nodes, worker: Engine) -> None:
     async with RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
         await asyncio.sleep(0.05)
@@ -63,7 +62,7 @@ async def test_a_sleep_ends_what_runs(server: Nodes, worker: SGLang) -> None:
         assert len(await pending) == 4, "the client sent them again"
 
 
-async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, worker: SGLang) -> None:
+async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, worker: Engine) -> None:
     """The reason why the engine keeps the mark: SGLang's scheduler dies of a wake without a sleep."""
     with pytest.raises((WorkerRefusedError, DependencyLostError)):
         await worker._ask("POST", "/resume_memory_occupation", {})

@@ -12,8 +12,8 @@ import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.supervisor import SupervisedProcess
+from services.engines.engine import ASLEEP, Engine
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import ASLEEP, SGLang
 from services.rollout_server import watch as watch_module
 from services.rollout_server.watch import EngineWatch
 from tests.fake_service import FakeService, fake_service
@@ -72,7 +72,7 @@ async def watch_for(
 ) -> None:
     """Watch a worker until it is awake or its engine is killed, at most for some seconds."""
     engine = engine or RunningEngine()
-    async with SGLang(worker.url, timeout=IDLE_SECONDS) as admin:
+    async with Engine(worker.url, timeout=IDLE_SECONDS) as admin:
         settings = RolloutSettings(engine_sleeps=True, service_deadline_seconds=5 * LOST_SECONDS, **fields)
         watch = EngineWatch(settings, admin, cast(SupervisedProcess, engine), is_updating)
         running = asyncio.create_task(watch.run())
@@ -126,7 +126,7 @@ async def test_an_engine_is_killed_whose_scheduler_is_silent_unless_its_weights_
 async def test_a_paused_engine_is_not_silent(worker: Worker) -> None:
     """It generates no token for the check of its health, but its scheduler describes its state."""
     worker.service.routes |= {"GET /health_generate": lambda _: 503}
-    async with SGLang(worker.url, timeout=IDLE_SECONDS) as admin:
+    async with Engine(worker.url, timeout=IDLE_SECONDS) as admin:
         assert not await admin.scheduler_answers(IDLE_SECONDS)
         worker.service.routes["GET /server_info"] = lambda _: {}
         assert await admin.scheduler_answers(IDLE_SECONDS)

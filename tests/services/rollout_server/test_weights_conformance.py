@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
-from services.engines.engine import WorkerRefusedError
-from services.engines.sglang import SGLang
+from services.engines.engine import Engine, WorkerRefusedError
 from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.ports import free_ports
@@ -79,7 +78,7 @@ def check_logprobs(model: Path, reply: dict[str, Any]) -> None:
     assert given == logprobs_by(model, [*PROMPT, *reply["output_ids"]], len(PROMPT))
 
 
-async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: SGLang, other_model: Path) -> None:
+async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: Engine, other_model: Path) -> None:
     assert await worker.rescore(PROBE) == logprobs_by(server.model, PROBE)
     await worker.load_model(other_model, 7)
     assert await worker.version() == 7
@@ -93,7 +92,7 @@ async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: SG
 
 
 async def test_neither_an_empty_update_nor_one_from_nowhere_changes_anything(
-    server: Nodes, worker: SGLang, tmp_path: Path
+    server: Nodes, worker: Engine, tmp_path: Path
 ) -> None:
     await worker.drain()
     with pytest.raises(WorkerRefusedError, match="400"):
@@ -102,7 +101,7 @@ async def test_neither_an_empty_update_nor_one_from_nowhere_changes_anything(
     assert await worker.rescore(PROBE) == logprobs_by(server.model, PROBE)
 
 
-async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: SGLang, tmp_path: Path) -> None:
+async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: Engine, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(server.model, broken)
     weights = load_file(broken / "model.safetensors")
@@ -120,7 +119,7 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: S
 
 
 async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
-    server: Nodes, worker: SGLang, flight: Flight, other_model: Path
+    server: Nodes, worker: Engine, flight: Flight, other_model: Path
 ) -> None:
     replies = await mixed_versions(server, worker, flight, other_model)
     assert replies
@@ -136,7 +135,7 @@ async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made
         assert sequence.logprobs[:first].tolist() == logprobs_by(server.model, ids, len(PROMPT))
 
 
-async def mixed_versions(server: Nodes, worker: SGLang, flight: Flight, other_model: Path) -> list[dict[str, Any]]:
+async def mixed_versions(server: Nodes, worker: Engine, flight: Flight, other_model: Path) -> list[dict[str, Any]]:
     """Completions during which the weights changed; a pause may come before they begin, or when they are over."""
     for attempt in range(TRIES):
         pending = flight.start()
@@ -156,7 +155,7 @@ async def mixed_versions(server: Nodes, worker: SGLang, flight: Flight, other_mo
 
 
 async def test_requests_in_flight_end_before_a_worker_is_held(
-    server: Nodes, worker: SGLang, flight: Flight, other_model: Path
+    server: Nodes, worker: Engine, flight: Flight, other_model: Path
 ) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
@@ -172,7 +171,7 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
     assert await worker.version() == 12
 
 
-async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: SGLang, flight: Flight) -> None:
+async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: Engine, flight: Flight) -> None:
     """As launchers do it: whatever state a trainer has left a worker in, it can be brought up to date."""
     pending = flight.start()
     await asyncio.sleep(0.05)
@@ -184,7 +183,7 @@ async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: SGL
     await worker.resume()
 
 
-async def test_a_pause_that_aborts_gives_back_what_there_is(worker: SGLang, flight: Flight) -> None:
+async def test_a_pause_that_aborts_gives_back_what_there_is(worker: Engine, flight: Flight) -> None:
     for attempt in range(TRIES):
         pending = flight.start()
         await asyncio.sleep(0.02 * (1 + attempt) ** 2)
@@ -198,7 +197,7 @@ async def test_a_pause_that_aborts_gives_back_what_there_is(worker: SGLang, flig
     pytest.fail("no request was aborted")
 
 
-async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: SGLang, flight: Flight) -> None:
+async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: Engine, flight: Flight) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
     await worker.pause("retract")
@@ -208,7 +207,7 @@ async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: SG
         check_logprobs(server.model, reply)
 
 
-async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: SGLang) -> None:
+async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: Engine) -> None:
     async with client(server) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
         await asyncio.sleep(0.05)
@@ -219,7 +218,7 @@ async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker:
     assert all(completion.finish_reason is not FinishReason.ABORT for completion in completions)
 
 
-async def test_weights_come_by_broadcast(server: Nodes, worker: SGLang, other_model: Path) -> None:
+async def test_weights_come_by_broadcast(server: Nodes, worker: Engine, other_model: Path) -> None:
     weights = load_file(other_model / "model.safetensors")
     (port,) = free_ports(1)
     name = f"weights-{port}"
@@ -250,7 +249,7 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: SGLang, other_mo
         leave_weights_group(group)
 
 
-async def test_what_has_no_open_update_is_refused(worker: SGLang) -> None:
+async def test_what_has_no_open_update_is_refused(worker: Engine) -> None:
     for refused in (
         worker.receive_weights(["model.norm.weight"], ["float32"], [[96]], "no-such-group", 14),
         worker.end_update(),

@@ -321,7 +321,7 @@ def test_a_version_takes_at_most_ten_functions_from_publish_to_its_first_byte(
         if threading.get_ident() != main:
             tasks = map(functions, asyncio.run_coroutine_threadsafe(awaited(), made.services._loop).result())
             # Beside the way of the bytes, workers are asked to receive them.
-            path += [name for names in tasks if "SGLang.receive_weights" not in names for name in names]
+            path += [name for names in tasks if "Engine.receive_weights" not in names for name in names]
             path += functions(stack(sys._getframe()))
         paths.append(path)
         return original(*arguments, **options)

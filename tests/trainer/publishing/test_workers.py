@@ -14,8 +14,8 @@ import pytest
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
+from services.engines.engine import ASLEEP, Embedded
 from services.engines.router import Worker
-from services.engines.sglang import ASLEEP, Embedded
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
