@@ -71,7 +71,6 @@ def main(
     )
     preset = None if stock else plan.preset_of(options, file)
     planned = plan.plan_of(file, size, options, chosen, secrets, image, preset)
-    # A program gets the job's number.
     return launching.launch(planned, file, options, secrets, output, checks_cluster=check, dry_run=dry_run, yes=yes)
 
 
