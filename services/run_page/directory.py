@@ -123,7 +123,7 @@ class Run:
 
     @property
     def outcome(self) -> dict[str, Any]:
-        """How the run ended, as its local runner recorded it: exit_code, reason, seconds, restarts, failed."""
+        """The end of the run as its local runner recorded it: exit_code, reason, seconds, restarts, failed."""
         return read_object(self.path / OUTCOME)
 
     @property
@@ -185,7 +185,7 @@ class Run:
 
     @property
     def error(self) -> str | None:
-        """Why the run failed: the outcome, and the error of the node that failed; None for a run that did not fail.
+        """The reason of a failure: the outcome, and the error of the node that failed; None without a failure.
 
         Without a record of a local runner, the trainer's summary tells it.
         """
