@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,8 @@ def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
     yield Figure("reward, last step", row["rewards"][-1], "")
     for phase, seconds in row["figures"].items():
         yield Figure(phase, seconds, "s" if "seconds" in phase else "")
-    yield Figure("generated", sum(row["tokens"][1:]) / max(sum(row["seconds"][1:]), 1e-9), "tokens/s of a step")
+    tokens = statistics.median(row["tokens"][1:] or row["tokens"])
+    yield Figure("generated", tokens / row["figures"]["seconds_generate"], "tokens/s")
 
 
 def noted(of: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
@@ -102,7 +104,8 @@ def loads_of(args: argparse.Namespace, directory: str) -> load.Loads:
     models, lengths, steps, settings = [*MODELS], [*LENGTHS], (100, 10), GSM8K
     if args.quick:
         arithmetic.make(Path(directory))
-        models, lengths, steps, settings = [directory], [4], (2, 1), TINY | {"EVAL_PROMPTS": "2"}
+        models, lengths, steps, settings = [directory], [4], (2, 1), {**TINY, "EVAL_PROMPTS": "2"}
+        del settings["CUDA_VISIBLE_DEVICES"]
     counts = [count for count in COUNTS if count <= torch.cuda.device_count()] or [0]
     loads: dict[str, Callable[[], Iterator[Figure]]] = {}
     for model, length, count in product(models, lengths, counts):

@@ -29,7 +29,6 @@ from benchmarks.job import ROOT, say
 from services.core.machine import cores
 
 START_SECONDS = 120.0
-STDERR = 2
 JSON = "application/json"
 
 
@@ -123,7 +122,7 @@ def running(name: str, **environment: str) -> Iterator[Service]:
     command = [sys.executable, "-m", f"services.{name}", "--host", "127.0.0.1", "--port", str(port)]
     variables = {**os.environ, "LOG_LEVEL": "warning", "JOBGROUP_TOKEN": "", **environment}
     # Standard output has tables only.
-    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=STDERR)
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=sys.stderr)
     try:
         while not _is_healthy(port):
             if process.poll() is not None or time.monotonic() - began > START_SECONDS:
