@@ -228,6 +228,7 @@ REFUSED = [
     (["--workflow", "agent", "--url", "https://a.example"], "http://host:port"),
     (["--allocation", "d2t2"], "--num-servers"),
     (["--discover", "eval-"], "--url"),
+    (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"], "--url is given 2 times"),
     (["--dry-run"], "srun"),
     (["--url", "nonsense:port"], "nonsense:port"),
     (["--stop", "Q:", "--workflow", "agent"], "stop"),
