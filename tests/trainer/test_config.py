@@ -109,10 +109,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     # Values
     "PROFILE_STEPS": [{"profile_steps": steps} for steps in ("0", "3:2", "1:", "a", "1:2:3", "-1")],
     "RECORD_GROUPS": [{"record_groups": steps} for steps in ("0", "-3", "some", "1.5", "10 steps")],
-    "PUBLISH_DELTA": [
-        {"publish_delta": True, **other}
-        for other in ({"lora_rank": 4}, {"publish_transport": "local"}, {"publish_type": "float32"})
-    ],
 }
 """Settings that are refused, by the variable that the message begins with."""
 ACCEPTED: list[dict[str, Any]] = [

@@ -58,7 +58,7 @@ def unreachable_teachers(settings: TrainerSettings) -> Iterator[str]:
     Raises:
         ConfigurationError: an endpoint does not score token ids, or its context is too short.
     """
-    answers = {own.teacher_url: own.way.longest_answer for own in settings.by_source().values() if own.teacher_url}
+    answers = {own.teacher_url: own.answer_tokens for own in settings.by_source().values() if own.teacher_url}
     for url, longest in answers.items():
 
         async def probe(client: TeacherClient) -> None:
