@@ -22,7 +22,8 @@ from trainer.algorithm.training_groups import PerToken
 from trainer.model.learner import Learner
 from trainer.model.micro_batching import part_order, unknown_ids
 from trainer.model.ranks import Ranks
-from trainer.recompute import Difference, Recomputation, Taken, checkpoints, computation
+from trainer.rank_calls import computation
+from trainer.recompute import Difference, Recomputation, Taken, checkpoints
 from trainer.reporting.group_records import Computation
 from trainer.reporting.samples import SampleRecords
 

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import transformers
 
 from services.core.errors import ComponentError, ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -26,11 +27,13 @@ from trainer.model.critic import CriticLearner
 from trainer.model.kernels import KeptKernels
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
+from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks, error_of
 from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing.writer import VersionWriter
+from trainer.reporting.group_records import Computation
 
 log = get_logger(__name__)
 
@@ -73,6 +76,22 @@ def update_models(
         stop = None if result.steps else should_stop
         result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
     return result
+
+
+def computation(policy: Policy, ranks: Ranks) -> Computation:
+    """Return what a policy is computed with."""
+    compute, is_cuda = policy.compute, ranks.device.type == "cuda"
+    assert compute is not None, "load_policy sets it"
+    return Computation(
+        ranks=ranks.world_size,
+        replicas=ranks.mesh.size(0) if ranks.mesh.ndim > 1 else 1,
+        device=ranks.device.type,
+        processor=torch.cuda.get_device_name(ranks.device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        compute_type=str(compute.compute_type),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
 
 
 @dataclass
