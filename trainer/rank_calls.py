@@ -21,7 +21,7 @@ from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
 from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import Computation, RunState
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.kernels import KeptKernels
@@ -33,7 +33,6 @@ from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing.writer import VersionWriter
-from trainer.reporting.group_records import Computation
 
 log = get_logger(__name__)
 
