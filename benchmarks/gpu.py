@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import load
+from benchmarks import job, load
 from benchmarks.job import Job, running, say, with_gpus
 from benchmarks.load import Figure
 from benchmarks.results.__main__ import measurements
@@ -67,20 +67,20 @@ def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
         settings = settings | {"SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.3"}
     most = MOST_SECONDS.get(int(settings["MAX_STEPS"]), 60.0)
 
-    def is_late(job: Job) -> bool:
-        steps = job.steps()
+    def is_late(run: Job) -> bool:
+        steps = run.steps()
         return bool(steps) and time.time() - steps[0]["time"] > most
 
     with tempfile.TemporaryDirectory() as name:
         path = with_gpus(Path(name), "jobgroup.yaml", {"rollout-server": half, "ppo-trainer": half})
-        with running(Path(name), settings, path) as job:
+        with running(Path(name), settings, path) as run:
             try:
-                job.wait(lambda: is_late(job))
+                run.wait(lambda: is_late(run))
             finally:
                 ignored = shutil.ignore_patterns("policy", "checkpoints", "model", "replay")
-                shutil.copytree(job.run_dir, results, ignore=ignored, dirs_exist_ok=True)
-                shutil.copy(job.messages, results)
-        row = measurements(job, settings)
+                shutil.copytree(run.run_dir, results, ignore=ignored, dirs_exist_ok=True)
+                shutil.copy(run.messages, results)
+        row = measurements(run, settings)
     yield Figure("steps", len(row["rewards"]), "")
     yield Figure("reward, last step", row["rewards"][-1], "")
     for phase, seconds in row["figures"].items():
@@ -130,6 +130,7 @@ def main() -> None:
     parser = load.parser("gpu", __doc__)
     parser.add_argument("--results", type=Path, default=Path("gpu-benchmark"), help="directory of the files to send")
     args = parser.parse_args()
+    job.end_in_order()
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU; see docs/gpus.md for drivers and images")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
