@@ -30,9 +30,8 @@ from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Cursor, Prom
 from services.protocol.replay import AdmissionRequest
 from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
-from trainer.rollouts.clients import Clients
+from trainer.rollouts.clients import Clients, SuccessRates
 from trainer.rollouts.groups import GroupMaker, Makers, makers_of
-from trainer.rollouts.success_rates import SuccessRates
 
 log = get_logger(__name__)
 

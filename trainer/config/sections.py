@@ -73,7 +73,7 @@ class Way(NamedTuple):
 WAYS = {
     Rollout.COMPLETION: Way("trainer.rollouts.groups:Completions"),
     Rollout.AGENT: Way("trainer.rollouts.episodes:Agents", (Task.GATEWAY,)),
-    Rollout.PROGRAM: Way("trainer.rollouts.episodes:Programs", (Task.GATEWAY,)),
+    Rollout.PROGRAM: Way("trainer.rollouts.episodes:Agents", (Task.GATEWAY,)),
     Rollout.ENVIRONMENT: Way("trainer.rollouts.game:Games", (Task.GATEWAY, Task.ENVIRONMENT_SERVER)),
 }
 

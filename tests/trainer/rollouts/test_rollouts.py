@@ -39,7 +39,7 @@ from trainer.loop import TrainingLoop
 from trainer.model.learner import UpdateResult
 from trainer.reporting.metrics import export
 from trainer.reporting.status import RunStatus
-from trainer.rollouts import batch, success_rates
+from trainer.rollouts import batch, clients
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator
@@ -916,7 +916,7 @@ def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(success_rates, "RECORD_SECONDS", 0.3)
+    monkeypatch.setattr(clients, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)
