@@ -28,7 +28,7 @@ from services.core.processes import kill_stale_processes
 from services.http import provenance
 from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Cursor, Prompt
 from services.protocol.replay import AdmissionRequest
-from trainer.checkpoints.admission import check_data, has_succeeded
+from trainer.checkpoints.state import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients, SuccessRates
 from trainer.rollouts.groups import GroupMaker, Makers, makers_of

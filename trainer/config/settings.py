@@ -27,6 +27,7 @@ from trainer.algorithm.methods import (
     Aggregation,
     Credit,
     ImportanceCorrection,
+    LossMethod,
     is_own_function,
 )
 from trainer.config.sections import (
@@ -111,8 +112,8 @@ class TrainerSettings(
         """A sentence for each setting that is allowed, but has no effect or probably not the intended one."""
         sentences = []
         bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
-        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
-        is_decoupled = is_decoupled and not self.loss_bounds_behaviour
+        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_method.truncates
+        is_decoupled = is_decoupled and not self.loss_method.bounds_behaviour
         if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
             sentences.append(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
@@ -234,29 +235,20 @@ class TrainerSettings(
         return self.method is Method.SFT or any(terms)
 
     @property
+    def loss_method(self) -> LossMethod:
+        """LOSS as its paper has it; a function of the user's has no paper's values."""
+        return LOSSES.get(self.loss, LossMethod())
+
+    @property
     def loss_aggregation(self) -> Aggregation:
         """The mean over token losses: AGGREGATION, or that of the loss's paper."""
-        if self.aggregation is not None:
-            return self.aggregation
-        return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
+        return self.aggregation or self.loss_method.aggregation
 
     @property
     def loss_importance_cap(self) -> float | None:
         """The largest importance weight: IMPORTANCE_CAP, or what LOSS needs; None: that of the correction's paper."""
         is_truncated = self.importance_correction is ImportanceCorrection.TRUNCATED
-        if self.importance_cap is None and is_truncated and self.loss in LOSSES:
-            return LOSSES[self.loss].importance_cap
-        return self.importance_cap
-
-    @property
-    def loss_truncates(self) -> bool:
-        """True when LOSS truncates the weight of a token itself."""
-        return self.loss in LOSSES and LOSSES[self.loss].truncates
-
-    @property
-    def loss_bounds_behaviour(self) -> bool:
-        """True when the bounds of LOSS are around the policy that sampled, in every update."""
-        return self.loss in LOSSES and LOSSES[self.loss].bounds_behaviour
+        return self.loss_method.importance_cap if self.importance_cap is None and is_truncated else self.importance_cap
 
     @property
     def saved_type(self) -> PublishedType:
@@ -391,7 +383,7 @@ def _of_methods(settings: TrainerSettings) -> Iterator[str]:
     for option in LOSS_OPTIONS if loss in LOSSES else ():
         if getattr(settings, option) is not None and option not in LOSSES[loss].options:
             yield f"{option.upper()} has no effect with LOSS={loss}; unset it"
-    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED and settings.loss_truncates
+    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED and settings.loss_method.truncates
     if settings.importance_cap is not None and is_truncated and settings.updates_per_step == 1:
         yield f"IMPORTANCE_CAP is set, but LOSS={loss} truncates the weight of a token itself; set CLIP_HIGH instead"
     # Collectors elsewhere may bring advantages of their own.

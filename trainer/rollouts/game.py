@@ -315,8 +315,9 @@ class Games(Episodes):
         """Play a game; ``requests`` has the session of each trained seat."""
         seats = await self._count_seats(prompt)
         async with self._places, Game(self._environments, prompt) as game:
-            for seat in set(range(seats)) - set(requests) if self._opponent else ():
-                game.seat_opponent(seat, self._opponent.ask)
+            if self._opponent is not None:
+                for seat in set(range(seats)) - set(requests):
+                    game.seat_opponent(seat, self._opponent.ask)
             return await asyncio.gather(
                 *(
                     self._episode(partial(game.answer, seat), prompt, request, seat if seats > 1 else None)

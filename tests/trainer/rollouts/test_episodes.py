@@ -637,7 +637,9 @@ def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
 
 
 def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
-    maker = stage.maker(one_turn, rollout="program", agent=None, agent_command="no-such-agent", batch_size=LEAST_FAILURES)
+    maker = stage.maker(
+        one_turn, rollout="program", agent=None, agent_command="no-such-agent", batch_size=LEAST_FAILURES
+    )
     assert stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=r"exited with code 127.*no-such-agent.*evaluate --agent-command"):
         stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))

@@ -30,8 +30,7 @@ from services.protocol.prompts import Cursor, Prompt
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
-from trainer.checkpoints.admission import Fingerprint
-from trainer.checkpoints.state import RunState, describe_accuracy
+from trainer.checkpoints.state import Fingerprint, RunState, describe_accuracy
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
