@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from tests.sequences import changed
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.runs import STEPS, Outside, train, weights_after
-from tests.trainer.tiny import random_groups
-from trainer.explain import Explanation, _gradients, explain, verify
+from trainer.explain import Explanation, explain, verify
 from trainer.model.ranks import Ranks, join_ranks
 
 ALL: dict[str, Any] = {"record_groups": "all", "checkpoints_kept": 9}
@@ -190,14 +188,6 @@ def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, 
     worse, better = report.completions
     assert worse.advantage < 0 < better.advantage
     assert better.after - better.before > worse.after - worse.before
-
-
-def test_a_group_that_is_dropped_has_no_gradient(alone: Ranks, model: Path) -> None:
-    groups = random_groups(5, n_groups=2)
-    flat = replace(groups[0], sequences=[changed(s, advantages=[0.0] * s.tokens) for s in groups[0].sequences])
-    of_groups = _gradients(make_learner(alone, model, drop_equal_groups=True), [*groups, flat])
-    assert of_groups[id(flat)] == (0, 0)
-    assert sum(share for _, share in of_groups.values()) == pytest.approx(1)
 
 
 def loop_groups(run_dir: Path, step: int, loop: Any) -> list[Any]:

@@ -124,18 +124,6 @@ def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks
     assert outside.snapshot_seconds == [LEAVE_SNAPSHOT_SECONDS], "the weights are not kept waiting"
 
 
-def test_a_run_that_is_lost_before_its_first_step_took_time_too(
-    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nobody() -> None:
-        raise DependencyLostError("no worker")
-
-    outside = Outside("")
-    monkeypatch.setattr(outside, "wait_for_workers", nobody)
-    assert train(alone, model, tmp_path, outside).loop.state.seconds > 0
-    assert str(outside.error) == "no worker"
-
-
 def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, model: Path, tmp_path: Path) -> None:
     outside = Outside("", deleted=[2])
     loop = train(alone, model, tmp_path, outside).loop

@@ -13,8 +13,6 @@ import torch
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import Demonstration, Prompt
 from tests.trainer import rank_jobs
-from tests.trainer.processes import run_on_ranks
-from tests.trainer.rank_jobs import make_learner
 from tests.trainer.runs import resumed_run
 from tests.trainer.tiny import plain_model, random_trees
 from trainer.algorithm.packing import TrainingGroup
@@ -60,23 +58,6 @@ def test_the_loss_is_that_of_transformers(alone: Ranks, model: Path) -> None:
     for name, gradient in gradients.items():
         difference = np.linalg.norm(trained.gradients[name] - gradient.numpy()) / gradient.norm()
         assert difference < 1e-4, name
-
-
-def test_two_ranks_make_the_update_of_one(alone: Ranks, model: Path) -> None:
-    groups = without_advantages(random_trees(2, n_groups=5))
-    expected = rank_jobs.update(alone, model, SFT, groups)
-    for trained in run_on_ranks(2, rank_jobs.update, model, SFT, groups):
-        assert trained.result.metrics["loss"] == pytest.approx(expected.result.metrics["loss"], abs=1e-6)
-        for name, gradient in expected.gradients.items():
-            difference = np.linalg.norm(trained.gradients[name] - gradient) / np.linalg.norm(gradient)
-            assert difference < 1e-4, name
-
-
-def test_the_loss_falls(alone: Ranks, model: Path) -> None:
-    learner = make_learner(alone, model, **SFT, lora_rank=4)
-    groups = without_advantages(random_trees(3))
-    losses = [learner.update(groups, step).metrics["loss"] for step in range(12)]
-    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize(

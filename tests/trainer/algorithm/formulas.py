@@ -40,9 +40,3 @@ def gradient_of(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     at = at.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(at).sum(), at)
     return gradient
-
-
-def numerical_gradient_of(loss: Callable[[Tensor], Tensor], at: Tensor, width: float = 1e-6) -> Tensor:
-    """[N] the same by central differences."""
-    steps = torch.eye(len(at), dtype=at.dtype) * width
-    return torch.stack([(loss(at + step).sum() - loss(at - step).sum()) / (2 * width) for step in steps])

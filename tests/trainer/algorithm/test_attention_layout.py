@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tests.sequences import trained_sequence
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes, prefixes
 from tests.trainer.tiny import random_trees
-from trainer.algorithm.attention_layout import ALIGNMENT, TILE, AttentionLayout, TreeMask, tiles
+from trainer.algorithm.attention_layout import TILE, AttentionLayout, TreeMask, tiles
 from trainer.algorithm.packing import TrainingGroup, pack
 
 
@@ -64,26 +64,10 @@ def padded_pairs(layout: AttentionLayout) -> int:
     return sum(block.query_rows.numel() * block.key_rows.shape[1] for block in layout.blocks)
 
 
-def test_a_prompt_with_completions_is_two_blocks() -> None:
-    layout = pack([group_of(40, [12] * 8) for _ in range(8)]).layout
-    assert [block.is_causal for block in layout.blocks] == [False, True]
-    assert [tuple(block.key_rows.shape) for block in layout.blocks] == [(56, 56), (8, 51)]
-
-
 def test_one_long_completion_does_not_pad_many_short_ones() -> None:
     layout = pack([group_of(150, [4096] + [100] * 120)]).layout
     assert padded_pairs(layout) < 1.1 * (4245**2 + 120 * 99 * 256)
     assert sum(block.key_rows.numel() for block in layout.blocks) < 1.1 * (4245 + 120 * 256)
-
-
-def test_masks_are_numbers_in_aligned_rows() -> None:
-    layout = pack([group_of(5, [3, 2, 7]), group_of(2, [4, 4])]).layout.prepared()
-    masks = [block.mask for block in layout.blocks if block.mask is not None]
-    assert masks
-    for mask in masks:
-        assert mask.dtype == torch.float32
-        assert set(mask.unique().tolist()) == {0.0, -torch.inf}
-        assert all(stride % ALIGNMENT == 0 for stride in mask.stride()[:-1])
 
 
 TABLES = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -108,39 +105,6 @@ def test_every_sequence_of_an_episode_ends_with_its_reward() -> None:
         [TrainingGroup([2], [first, second])], None, values
     )
     assert returns_of([group]) == [pytest.approx([0.6, 1.0]), pytest.approx([0.75, 1.0])]
-
-
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 1.0])
-def test_a_true_critic_gives_every_choice_of_a_forked_episode_its_true_advantage(gae_lambda: float) -> None:
-    # A turn a, then two turns x and y that both continue it and do not see each other; the reward is of all three.
-    reward = dict(zip(itertools.product((0, 1), repeat=3), (0.3, -1.0, 2.0, 0.5, 1.0, 4.0, -2.0, 0.7), strict=True))
-
-    def mean(**known: int) -> float:
-        """Return the mean reward over all choices that are not ``known``."""
-        all_known = [r for axy, r in reward.items() if known.items() <= dict(zip("axy", axy, strict=True)).items()]
-        return statistics.fmean(all_known)
-
-    groups, values = [], []
-    for (a, x, y), r in reward.items():
-        forward = trained_sequence([a, x], [-0.7] * 2, [0.0] * 2, reward=r, episode=0)
-        fork = trained_sequence([a, y], [-0.7] * 2, [0.0] * 2, reward=r, loss_mask=[False, True], episode=0)
-        groups.append(TrainingGroup([2], [forward, fork]))
-        values.append([[mean(), mean(a=a)], [mean(a=a)]])
-    found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for group, own, (a, x, y) in zip(
-        Objective(settings_of(gae_lambda=gae_lambda)).with_advantages(groups, None, values), values, reward, strict=True
-    ):
-        (of_a, of_x), [of_y] = (
-            [r - v for r, v in zip(returns, value, strict=True)]
-            for returns, value in zip(returns_of([group]), own, strict=True)
-        )
-        for turn, choice, advantage in (("a", a, of_a), ("x", x, of_x), ("y", y, of_y)):
-            found[turn, a, choice].append(advantage)
-    for a, choice in itertools.product((0, 1), repeat=2):
-        if a == choice:
-            assert statistics.fmean(found["a", a, a]) == pytest.approx(mean(a=a) - mean())
-        assert statistics.fmean(found["x", a, choice]) == pytest.approx(mean(a=a, x=choice) - mean(a=a))
-        assert statistics.fmean(found["y", a, choice]) == pytest.approx(mean(a=a, y=choice) - mean(a=a))
 
 
 def test_advantages_that_came_with_a_completion_stay() -> None:

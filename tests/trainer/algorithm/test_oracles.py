@@ -24,9 +24,7 @@ from trainer.algorithm.methods import Aggregation, ImportanceCorrection
 from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.algorithm.policy_losses import (
     LOSS_FUNCTIONS,
-    cispo,
     clipped,
-    gspo,
     importance_weights,
     off_policy_mask,
     sapo,
@@ -343,22 +341,6 @@ def test_one_update_on_stale_tokens_is_the_decoupled_objective_of_verl(
     torch.testing.assert_close(gradient, batch.unpadded(wanted).float(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("later", [False, True], ids=["one update", "a later update"])
-def test_the_decoupled_objective_is_areals(seed: int, later: bool) -> None:
-    """AReaL's definition (arXiv:2505.24298, eq. 5), written out: its loss is inside a class that needs its engines."""
-    batch = random_ragged(seed, spread=0.5, shortest=2, broken=False)
-    theta = batch.packed("theta").requires_grad_()
-    proximal = batch.packed("old") if later else theta.detach()
-    ratio, advantages = (theta - proximal).exp(), batch.packed("advantage")
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    expected = -((proximal - batch.packed("behaviour")).exp().clamp(max=2.0) * surrogate).mean()
-    loss, gradient = one_update(batch, proximal=batch.packed("old").float() if later else None)
-    torch.testing.assert_close(loss, expected.detach().float(), rtol=1e-5, atol=1e-6)
-    (wanted,) = torch.autograd.grad(expected, theta)
-    torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-7)
-
-
 LOWER = 8.0
 
 
@@ -473,45 +455,6 @@ def test_the_whole_loss_is_trls_in_value_and_gradient(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_decoupled_objective_is_trls_with_its_engine_correction(trl: Any, seed: int) -> None:
-    batch = random_ragged(seed, spread=0.3, broken=False)
-    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(trl, batch, theirs, use_vllm=True)
-    losses = clipped(loss_tokens(batch, ours)).losses
-    losses = losses * weights_of(batch, ImportanceCorrection.TRUNCATED)
-    assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_cispo_is_trls_whose_bound_is_the_ratio_itself(trl: Any, seed: int) -> None:
-    batch = random_ragged(seed, spread=0.3, broken=False)
-    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(trl, batch, theirs, loss_type="cispo", epsilon_high=1.28)
-    losses = cispo(loss_tokens(batch, ours), clip_high=0.28).losses
-    assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_is_trls_sequence_level_ratio(trl: Any, seed: int) -> None:
-    batch = random_ragged(seed, spread=0.3, shortest=1, broken=False)
-    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(
-        trl, batch, theirs, loss_type="grpo", importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.1
-    )
-    losses = gspo(loss_tokens(batch, ours), clip_low=0.05, clip_high=0.1).losses
-    assert_same(batch, aggregated(losses, batch, Aggregation.SEQUENCE_MEAN), ours, expected, theirs)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sapo_is_trls(trl: Any, seed: int) -> None:
-    batch = random_ragged(seed, spread=0.3, shortest=1, broken=False)
-    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(trl, batch, theirs, loss_type="sapo")
-    losses = sapo(loss_tokens(batch, ours), negative_sharpness=2.0).losses
-    assert_same(batch, aggregated(losses, batch, Aggregation.SEQUENCE_MEAN), ours, expected, theirs)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_the_off_policy_mask_is_trls(trl: Any, seed: int) -> None:
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
@@ -529,20 +472,6 @@ def test_the_deviation_of_the_batch_is_trls_scale_of_rewards(trl: Any) -> None:
     expected = (rewards - means) / (oracle("trl.trainer.utils").nanstd(rewards) + 1e-4)
     ours = ADVANTAGE_FUNCTIONS["batch_std"](Outcomes(rewards, ids, torch.ones(24).long(), eps=1e-4))
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
-
-
-def test_gdpo_is_trls_normalise_then_sum_with_a_component_that_does_not_apply_to_all(trl: Any) -> None:
-    """TRL whitens over completions, so all have one token here; its lines are inside the same method."""
-    nanstd = oracle("trl.trainer.utils").nanstd
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(4, 6, 2, dtype=torch.float64, generator=generator)
-    values[0, :3, 1], values[1, 2:4, 0] = torch.nan, torch.nan
-    normal = (values - torch.nanmean(values, dim=1, keepdim=True)) / (nanstd(values, dim=1, keepdim=True) + 1e-4)
-    sums = (normal.view(-1, 2) * torch.tensor([1.0, 0.5])).nansum(dim=1)
-    components = dict(zip("ab", values.view(-1, 2).unbind(1), strict=True))
-    ids = torch.arange(4).repeat_interleave(6)
-    ours = gdpo(Outcomes(sums, ids, torch.ones(24).long(), 1e-4, components), {"a": 1.0, "b": 0.5})
-    torch.testing.assert_close(ours, (sums - sums.mean()) / nanstd(sums), rtol=1e-6, atol=1e-9)
 
 
 def test_the_overlong_penalty_is_trls() -> None:

@@ -20,13 +20,12 @@ from tests.trainer.algorithm.formulas import gradient_of
 from tests.trainer.tiny import random_trees
 from trainer.algorithm.loss import KL_LIMIT, PolicyLoss, StepSize, teacher_loss
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
-from trainer.algorithm.packing import BASELINE, MicroBatch, TrainingGroup, pack, pack_group, unpack_group
+from trainer.algorithm.packing import BASELINE, MicroBatch, TrainingGroup, pack
 from trainer.algorithm.policy_losses import clipped
 from trainer.algorithm.teachers import gaps, jensen_shannon, teacher_metrics, with_baselines, with_teacher
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.model.logprobs import Lesson, divergence, top_overlap
-from trainer.model.micro_batching import share_out
 
 V = 30
 
@@ -223,27 +222,6 @@ def test_each_source_with_its_teacher_has_its_own_baseline(tmp_path: Path) -> No
     *of_taught, of_other = baselines(objective.with_advantages([*groups, TrainingGroup([1], [UNTAUGHT], source="c")]))
     assert of_taught == [[2], [5], [1], [3]]
     assert math.isnan(of_other[0])
-
-
-def test_the_gradient_with_baselines_does_not_depend_on_ranks_and_micro_batches() -> None:
-    groups = with_baselines(taught_groups())
-    size = StepSize(1, 1, taught=50)
-
-    def gradients(pieces: list[TrainingGroup]) -> dict[tuple[int, ...], list[float]]:
-        flat = iter(loss_of(pieces, size, teacher_coef=1.0, reward_weight=0.0).tolist())
-        sequences = [s for piece in pieces for s in piece.sequences]
-        return {tuple(s.completion_ids): list(itertools.islice(flat, s.trained_tokens)) for s in sequences}
-
-    whole = gradients(groups)
-    plain = gradients(taught_groups())
-    assert whole.keys() == plain.keys()
-    assert whole != plain
-    shares = share_out([unpack_group(pack_group(group)) for group in groups], 2, 40)
-    parts = [gradients(pieces) for batches in shares for pieces in batches if pieces]
-    assert len(parts) > 4
-    for part in parts:
-        for key, gradient in part.items():
-            assert gradient == pytest.approx(whole[key], rel=1e-5, abs=1e-9)
 
 
 # --- the whole vocabulary --------------------------------------------------------------------------------------------

@@ -135,12 +135,3 @@ def test_episodes_of_equal_returns_differ_by_their_turns() -> None:
     assert has_signal(made, settings_of())
     assert not has_signal(made, settings_of(credit="episode"))
     assert not has_signal(make_group(**(fields | {"sequences": [early, experience(1, 1, 0)]})), settings_of())
-
-
-def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
-    settings = TrainerSettings.load(rollout="environment", advantage="gae", gamma=0.5)
-    # Two turns of two tokens; rewards 1 and 4. Returns: 1/2 + 4/8, 1 + 4/4, 4/2, 4.
-    values = [[[0.0] * 4]]
-    [group] = Objective(settings).with_advantages([TrainingGroup([1], [episode(1, 4, tokens=2)])], None, values)
-    [sequence] = group.sequences
-    assert sequence.trained(sequence.arrays["returns"]) == pytest.approx([1.0, 2.0, 2.0, 4.0])

@@ -100,36 +100,6 @@ def test_the_number_of_ranks_may_change(
     assert greatest_difference(weights, undisturbed) < 1e-4
 
 
-def test_a_checkpoint_with_one_parameter_group_loads_and_this_runs_hyperparameters_hold(
-    alone: Ranks, model: Path, tmp_path: Path
-) -> None:
-    """Earlier releases had all parameters in one group, with weight decay on all."""
-    store = CheckpointStore(tmp_path, 2, alone)
-    saved = make_learner(alone, model)
-    saved.optimizer = torch.optim.AdamW(saved.policy.parameters(), weight_decay=0.3, fused=True)
-    saved.update(GROUPS, 0)
-    store.save(saved.policy, saved.optimizer, run_state(saved, 1), wait=True)
-    resumed = make_learner(alone, model, weight_decay=0.1, adam_eps=1e-6, adam_beta2=0.95)
-    store.load(tmp_path / "step-000001", resumed.policy, resumed.optimizer)
-    kept = [(group["weight_decay"], group["eps"], group["betas"]) for group in resumed.optimizer.param_groups]
-    assert kept == [(0.1, 1e-6, (0.9, 0.95)), (0.0, 1e-6, (0.9, 0.95))]
-    names = {parameter: name for name, parameter in saved.policy.named_parameters()}
-    moments = {names[p]: state["exp_avg"] for p, state in saved.optimizer.state.items()}
-    for name, parameter in resumed.policy.named_parameters():
-        assert torch.equal(resumed.optimizer.state[parameter]["exp_avg"], moments[name]), name
-
-
-def test_the_state_beside_the_weights_comes_back(alone: Ranks, model: Path, tmp_path: Path) -> None:
-    learner = make_learner(alone, model)
-    store = CheckpointStore(tmp_path, 2, alone)
-    random_state = torch.get_rng_state().tolist()
-    saved = run_state(learner, 7, rewards=[0.1, 0.7], best_accuracy=0.5, best_step=7, random_state=random_state)
-    store.save(learner.policy, learner.optimizer, saved, wait=True)
-    found = store.newest(saved.model_type, saved.parameters)
-    assert found is not None
-    assert found[1] == saved
-
-
 # --- what is damaged or does not belong here -------------------------------------------------------------------------
 
 
@@ -322,16 +292,6 @@ def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, 
     assert greatest_difference(weights, before) == 0
 
 
-def test_a_checkpoint_that_training_waits_for_is_written_without_a_copy(
-    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "async_save", None)
-    learner = make_learner(alone, model)
-    CheckpointStore(tmp_path, 1, alone).save(learner.policy, learner.optimizer, run_state(learner, 1), wait=True)
-    _, weights = resume_and_train(alone, model, tmp_path, GROUPS, 1)
-    assert greatest_difference(weights, rank_jobs.weights_of(learner.policy)) == 0
-
-
 def test_no_checksum_is_computed_while_training_waits(
     alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,27 +314,6 @@ def test_no_checksum_is_computed_while_training_waits(
     may_go_on.set()
     assert store.finish() is not None
     assert threading.current_thread() not in threads
-
-
-def test_the_checksums_of_a_checkpoints_files_are_computed_at_the_same_time(
-    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At saving and at loading, the first two shards wait for each other."""
-    monkeypatch.setattr(checkpoint.os, "cpu_count", lambda: 2)
-    real, shards = checkpoint._checksum, list[str]()
-    both = threading.Barrier(2)
-
-    def checksum(file: Path) -> str:
-        if file.suffix == ".distcp" and len(shards) < 2:
-            shards.append(file.name)
-            both.wait(IDLE_SECONDS)
-        return real(file)
-
-    monkeypatch.setattr(checkpoint, "_checksum", checksum)
-    train_and_save(alone, model, tmp_path, GROUPS, 1, 1)
-    saved, shards[:] = list(shards), []
-    resume_and_train(alone, model, tmp_path, GROUPS, 1)
-    assert len(set(saved)) == len(set(shards)) == 2
 
 
 @pytest.mark.parametrize(

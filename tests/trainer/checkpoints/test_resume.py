@@ -226,27 +226,6 @@ def test_a_run_that_has_not_ended_is_gone_on_with_after_a_restart_of_the_control
     assert not has_succeeded(settings)
 
 
-def test_another_job_that_goes_on_with_a_run_says_so(
-    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def resume_as(task_id: str) -> tuple[RunState, list[Any]]:
-        settings = settings_of(tmp_path, monkeypatch, task_id, model_name=str(model), compute_type="float32")
-        learner = make_learner(alone, model)
-        checkpoints = CheckpointStore(settings.checkpoint_dir, 2, alone)
-        with structlog.testing.capture_logs() as logged:
-            state = resume(settings, alone, learner.policy, stats(), learner, checkpoints)
-        state.step += 1
-        checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
-        return state, [entry for entry in logged if "another job" in entry["event"]]
-
-    assert resume_as(OLD)[1] == []
-    assert resume_as(OLD)[1] == [], "a recovery"
-    state, [warning] = resume_as(NEW)
-    assert state.step == 3
-    assert warning["begun_by"] == "1 of 2026-01-01-00-00-00-000000"
-    assert "another RUN_ID" in warning["event"]
-
-
 def test_whole_rows_are_compared_where_both_runs_had_them() -> None:
     before = Fingerprint(model="m", weights="w", tokenizer="t", dataset="d", data={"order": "o", "rows": "1"})
     assert not data_differences(before, "d", {"order": "o"})

@@ -13,10 +13,9 @@ from torch.nn.attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.core.errors import ConfigurationError
-from tests.sequences import trained_sequence
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
-from trainer.algorithm.packing import TrainingGroup, pack
+from trainer.algorithm.packing import pack
 from trainer.model import policy as policies
 from trainer.model.attention import TREE_ATTENTION, check_config, check_model, tree_attention
 from trainer.model.logprobs import token_logprobs
@@ -72,24 +71,6 @@ def assert_same_gradients(policy: Policy, model: torch.nn.Module) -> None:
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_tree_gives_what_its_sequences_give_one_by_one(directory: Path, seed: int) -> None:
-    trees, policy, model = random_trees(seed), packed_policy(directory), plain_model(directory)
-    batch = pack(trees)
-    expected = [x for tree in trees for x in plain_logprobs(model, tree)]
-    masks = [torch.tensor(s.mask) for tree in trees for s in tree.sequences]
-    trained = torch.cat([x[mask] for x, mask in zip(expected, masks, strict=True)])
-    logprobs = policy(batch).logprobs
-    torch.testing.assert_close(logprobs, trained, **CLOSE)
-    assert len(batch.input_ids) < 0.7 * sum(
-        len(t.prompt_ids) + max(s.tokens - 1, 0) for t in trees for s in t.sequences
-    )
-    weights = torch.randn(trained.shape, generator=torch.Generator().manual_seed(seed))
-    (logprobs * weights).sum().backward()
-    (trained * weights).sum().backward()
-    assert_same_gradients(policy, model)
-
-
 def test_the_attention_of_cuda_computes_what_that_of_a_cpu_does(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,16 +87,6 @@ def test_the_attention_of_cuda_computes_what_that_of_a_cpu_does(
         gradients.append({name: parameter.grad for name, parameter in policy.named_parameters()})
     torch.testing.assert_close(*results, **CLOSE)
     torch.testing.assert_close(*gradients, **CLOSE)
-
-
-def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
-    policy = packed_policy(directory)
-    (group,) = random_groups(6, n_groups=1)
-    empty = trained_sequence([], [], [])
-    expected = policy(pack([group])).logprobs
-    with_empty = TrainingGroup(group.prompt_ids, [empty, *group.sequences, empty])
-    torch.testing.assert_close(policy(pack([with_empty]))[0], expected, **CLOSE)
-    assert policy(pack([TrainingGroup(group.prompt_ids, [empty])]))[0].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +120,6 @@ def test_mistral_without_a_window_is_computed_right(tmp_path: Path) -> None:
     (group,) = random_groups(7, n_groups=1)
     logprobs = packed_policy(tmp_path)(pack([group])).logprobs
     torch.testing.assert_close(logprobs, torch.cat(plain_logprobs(plain_model(tmp_path), group)), **CLOSE)
-
-
-def test_a_cpu_computes_the_attention_of_bfloat16_states_in_float32() -> None:
-    layout = pack(random_trees(4)).layout.prepared()
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(3, 1, 2, len(layout.ends), 8, generator=generator).bfloat16()
-    backward = torch.randn(1, len(layout.ends), 2, 8, generator=generator).bfloat16()
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        inputs = [x.to(dtype).requires_grad_() for x in states]
-        output, _ = tree_attention(torch.nn.Identity(), *inputs, None, layout=layout)
-        results.append([output, *torch.autograd.grad(output, inputs, backward.to(dtype))])
-    for rounded, exact in zip(*results, strict=True):
-        assert torch.equal(rounded, exact.bfloat16())
 
 
 def test_attention_dropout_is_refused() -> None:

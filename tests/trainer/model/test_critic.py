@@ -22,10 +22,7 @@ from tests.trainer.tiny import plain_model, random_groups
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
-from trainer.model.gathering import whole_parameters
-from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks
-from trainer.model.rounding import Rounding
 
 BOTH = pytest.mark.parametrize("kind", ["own", "shared"])
 
@@ -171,20 +168,6 @@ def test_in_a_warm_up_the_critic_moves_and_the_policy_stays(alone: Ranks, model:
     assert any(x for of_group in critic.values(rewarded()) for row in of_group for x in row)
 
 
-@BOTH
-def test_weight_decay_leaves_the_heads_bias_alone(alone: Ranks, model: Path, kind: str) -> None:
-    critic = make_critic(alone, model, kind, learning_rate=0.5, weight_decay=0.5)
-    for parameter in critic.module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    head = critic.module.get_submodule("value_head")
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.fill_(1.0)
-    critic.optimizer.step()
-    found = {name: set(whole.flatten().tolist()) for name, whole in whole_parameters(head, Rounding(torch.float32))}
-    assert found == {"weight": {0.75}, "bias": {1.0}}
-
-
 def test_an_own_critic_learns_at_its_own_rate(alone: Ranks, model: Path) -> None:
     critic = make_critic(alone, model, "own", learning_rate=1e-2, critic_learning_rate=3e-3)
     set_head(critic)
@@ -195,38 +178,12 @@ def test_an_own_critic_learns_at_its_own_rate(alone: Ranks, model: Path) -> None
     assert max(moved) == pytest.approx(3e-3, rel=1e-3)
 
 
-@BOTH
-def test_the_critics_rate_decays_with_the_data(alone: Ranks, model: Path, kind: str) -> None:
-    critic = make_critic(alone, model, kind, critic_learning_rate=4e-3, lr_schedule="linear", total_steps=8)
-    critic.update(with_targets(critic, rewarded()), 1, position=6.0)
-    assert {group["lr"] for group in critic.optimizer.param_groups} == {1e-3}
-
-
 def test_a_shared_head_learns_at_the_critics_rate(alone: Ranks, model: Path) -> None:
     learner = make_learner(alone, model, advantage="gae", critic="shared", critic_learning_rate=3e-3)
     learner.update(with_targets(CriticLearner(learner), rewarded()), 0)
     rates = {p: group["lr"] for group in learner.optimizer.param_groups for p in group["params"]}
     for name, parameter in learner.policy.named_parameters():
         assert rates[parameter] == (3e-3 if name.startswith("value_head.") else 1e-2), name
-
-
-@BOTH
-def test_a_request_to_stop_leaves_the_critic_as_it_was(alone: Ranks, model: Path, kind: str) -> None:
-    critic = make_critic(alone, model, kind, micro_batch_tokens=40)
-    groups, answers = with_targets(critic, rewarded()), iter([False, True])
-    with pytest.raises(StopRequestedError):
-        critic.update(groups, 0, should_stop=lambda: next(answers))
-    assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
-    assert all(p.grad is None for p in critic.module.parameters())
-
-
-def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(alone: Ranks, model: Path) -> None:
-    critic = make_critic(alone, model, "own")
-    groups = with_targets(critic, rewarded())
-    first, *rest = groups[0].sequences
-    broken = changed(first, returns=[float("nan")] * first.tokens)
-    assert critic.update([replace(groups[0], sequences=[broken, *rest]), *groups[1:]], 0).skipped == 1
-    assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

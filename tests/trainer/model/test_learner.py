@@ -29,7 +29,7 @@ from tests.trainer.tiny import (
     random_groups,
     random_trees,
 )
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.model.micro_batching import part_order, share_out
 from trainer.model.optimizer import StopRequestedError, learning_rate
@@ -229,20 +229,6 @@ def test_bfloat16_computes_the_same_to_its_precision_over_float32_master_weights
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
 
 
-def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner, packed = make_learner(alone, model, micro_batch_tokens=40), []
-    trained = count_passes(learner)
-
-    def remember(pieces: Sequence[TrainingGroup], **_: Any) -> MicroBatch:
-        assert len(trained) == len(packed), "the one before it has been computed"
-        packed.append(pieces)
-        return pack(pieces)
-
-    monkeypatch.setattr("trainer.model.micro_batching.pack", remember)
-    assert learner.update(random_groups(9), 0).steps == 1
-    assert len(packed) > 2
-
-
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_without_sharding_parameters_are_gathered_once_a_step(
     alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch, activation_checkpointing: bool
@@ -328,16 +314,6 @@ def test_each_pass_over_a_batch_takes_its_parts_in_an_order_of_its_own() -> None
     assert part_order(settings.model_copy(update={"seed": 1}), 0)[8:] != first[8:]
 
 
-def test_groups_without_advantage_compute_nothing(alone: Ranks, model: Path) -> None:
-    learner = make_learner(alone, model)
-    passes, before = count_passes(learner), weights_of(learner.policy)
-    result = learner.update([without_advantage(g) for g in random_groups(5)], 0)
-    assert not passes
-    assert (result.steps, result.tokens, result.skipped) == (0, 0, 0)
-    assert not learner.optimizer.state
-    assert_same_weights(weights_of(learner.policy), before)
-
-
 def test_groups_without_advantage_count_in_the_mean_and_cost_nothing(alone: Ranks, model: Path) -> None:
     groups = random_groups(5)
     flat = [without_advantage(g) for g in groups]
@@ -383,14 +359,6 @@ def test_the_prompt_mean_weighs_each_group_the_same(alone: Ranks, model: Path) -
     each = [rank_jobs.update(alone, model, {}, [group]).gradients for group in groups]
     expected: Arrays = {name: np.mean([g[name] for g in each], axis=0) for name in each[0]}
     assert_same_gradients(trained.gradients, expected, 1e-5)
-
-
-@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
-def test_groups_without_advantage_do_count_where_the_loss_has_more_than_advantages(
-    alone: Ranks, model: Path, settings: dict[str, Any]
-) -> None:
-    learner = make_learner(alone, model, **settings)
-    assert learner.update([without_advantage(g) for g in random_groups(5)], 0).steps == 1
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "sequence_mean", "constant_length"])
@@ -574,12 +542,6 @@ def test_the_learning_rate_decays_by_its_position_after_the_warm_up(schedule: st
 def test_an_update_uses_the_rate_of_its_position(alone: Ranks, model: Path) -> None:
     learner = make_learner(alone, model, lr_schedule="linear", total_steps=4)
     assert learner.update(random_groups(9), 1, position=3.5).metrics["learning_rate"] == pytest.approx(0.125e-2)
-
-
-def test_an_update_uses_the_rate_of_its_step(alone: Ranks, model: Path) -> None:
-    learner = make_learner(alone, model, lr_schedule="linear", warmup_steps=0, total_steps=4)
-    result = learner.update(random_groups(9), 3)
-    assert result.metrics["learning_rate"] == learner.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-2)
 
 
 def optimizer_state(learner: Any) -> Arrays:

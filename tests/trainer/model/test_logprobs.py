@@ -114,17 +114,6 @@ def test_bfloat16_inputs_have_the_gradients_of_a_float32_head(of: int) -> None:
         assert (result - other).norm() / other.norm() < 3e-3
 
 
-def test_the_products_of_a_gpu_have_the_right_types() -> None:
-    """Tensors on the meta device have no values, and take a GPU's path."""
-    hidden, weight, targets = (x.detach().to("meta") for x in bfloat16_inputs())
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    results = token_logprobs(hidden, weight, targets, STATES.to("meta"), 1.0, 8)
-    assert [result.dtype for result in results] == [torch.float32] * 2
-    gradients = torch.autograd.grad(results[0].sum(), (hidden, weight))
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2
-
-
 def test_other_products_keep_their_precision() -> None:
     """oneDNN's precision of float32 products is a setting of the whole process."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

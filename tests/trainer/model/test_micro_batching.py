@@ -69,15 +69,6 @@ def test_a_micro_batch_exceeds_its_budget_only_for_a_single_completion(
                 assert sum(map(len, paths)) <= KEYS_PER_TOKEN * max_tokens or is_single
 
 
-@fast
-@given(groups=groups_of_many_shapes(), n_ranks=st.integers(1, 5), max_tokens=st.integers(20, 200))
-def test_ranks_differ_by_no_more_than_one_piece(groups: list[TrainingGroup], n_ranks: int, max_tokens: int) -> None:
-    shares = share_out(groups, n_ranks, max_tokens)
-    loads = [sum(piece.tokens for pieces in batches for piece in pieces) for batches in shares]
-    largest = max((piece.tokens for batches in shares for pieces in batches for piece in pieces), default=0)
-    assert max(loads) - min(loads) <= largest
-
-
 def test_many_groups_are_balanced_to_a_few_percent() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (64, 8), generator=generator).tolist()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from services.core.machine import Compute, ComputeType
@@ -16,7 +14,6 @@ from services.embedded_engine.compute.adapters import read_adapter
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.compute.model import Model
 from services.engines.settings import RolloutSettings
-from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import adapted_logprobs
 from tests.tolerance import logprob_tolerance
 from tests.trainer import rank_jobs
@@ -24,7 +21,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_groups, save_model
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
-from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 from trainer.model.saving import save_pretrained
 from trainer.model.sharding import reshard
@@ -132,34 +129,3 @@ def engine_logprobs(engine: Model, ids: list[int]) -> list[float]:
     with torch.inference_mode():
         logprobs = engine.logits(engine.prefill([ids], None, [True])).log_softmax(-1)
     return [float(logprobs[row, ids[row + 1]]) for row in range(len(ids) - 1)]
-
-
-def test_adapters_in_bfloat16_keep_a_small_change_that_merged_weights_in_bfloat16_lose(
-    model: Path, tmp_path: Path
-) -> None:
-    """By weights, whose change is known exactly. The model's own are bfloat16, as those of most models are."""
-    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
-    settings = {"lora_rank": 1, "learning_rate": 1e-5, "publish_type": "bfloat16"}
-    with join_ranks() as ranks:
-        rank_jobs.train_and_write_adapter(ranks, model, tmp_path, random_groups(1), settings, 4)
-    base = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    adapter = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
-    config = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
-    changed = [name for name in merged if not torch.equal(merged[name], base[name])]
-    assert len(changed) == 2 * 7
-    by_adapter = by_merging = whole = 0.0
-    for name in changed:
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        a, b = (adapter[f"{stem}.lora_{side}.weight"] for side in "AB")
-        assert a.dtype == b.dtype == torch.bfloat16
-        change = merged[name] - base[name]
-        delivered = b.float() @ a.float() * config["lora_alpha"] / config["r"]
-        rounded = merged[name].bfloat16().float() - base[name]
-        by_adapter += float((delivered * change).sum())
-        by_merging += float((rounded * change).sum())
-        whole += float((change * change).sum())
-    assert by_adapter / whole == pytest.approx(1, abs=0.01)
-    assert by_merging / whole < 0.5
-    size = sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
-    assert size < 2 * sum(tensor.nbytes for tensor in adapter.values()) + 4096, "no base weights, no tokenizer"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_gro
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.model.rounding import BLOCK, Masters, NearestRounding, Rounding, UnbiasedRounding, random_offsets, shifted
+from trainer.model.rounding import BLOCK, Masters, NearestRounding, Rounding, UnbiasedRounding, shifted
 
 N = 400_000
 
@@ -102,19 +102,6 @@ def test_the_dither_of_a_weight_is_that_of_its_name_and_index_alone() -> None:
     assert not torch.equal(UnbiasedRounding()("b", given), whole)
 
 
-def test_the_offsets_are_uniform_and_those_of_neighbours_unrelated() -> None:
-    bits = random_offsets(12345, 0, torch.empty(4_000_000)).double()
-    assert bits.mean().item() == pytest.approx(0, abs=4 * 2**16 / math.sqrt(12 * 4_000_000))
-    counts = torch.histc(bits, 256, -32768, 32768)
-    assert ((counts - 15625) ** 2 / 15625).sum().item() < 345, "chi-square of 255 degrees, 1 in 10,000"
-    centred = bits - bits.mean()
-    for distance in (1, 2, 3, 4, 5, 64, 576):
-        correlation = (centred[distance:] * centred[:-distance]).mean() / bits.var()
-        assert abs(correlation.item()) < 4 / math.sqrt(4_000_000), distance
-    other = random_offsets(12346, 0, torch.empty(4_000_000)).double()
-    assert abs(((other - other.mean()) * centred).mean().item() / bits.var().item()) < 4 / math.sqrt(4_000_000)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model on bfloat16's grid, as most checkpoints are; its rows do not divide evenly among ranks."""
@@ -186,28 +173,6 @@ def check_published(computed: tuple[Arrays, Any], directory: Path, settings: dic
     for group, of_group in zip(GROUPS, logprobs, strict=True):
         for given, wanted in zip(of_group, plain_logprobs(plain, group), strict=True):
             assert given == pytest.approx(wanted.tolist(), abs=tolerance)
-
-
-@pytest.mark.both_types
-@pytest.mark.parametrize(("compute_type", "most"), [("float32", 1e-5), ("bfloat16", 5e-3)])
-def test_small_updates_leave_trainer_and_engines_one_policy(
-    alone: Ranks, model: Path, compute_type: str, most: float
-) -> None:
-    """By the mean distance of log-probabilities, 0.012 if passes had weights rounded to the nearest."""
-    settings: dict[str, Any] = {"compute_type": compute_type, "publish_type": "bfloat16", "learning_rate": 2e-5}
-    learner = make_learner(alone, model, **settings)
-    before = learner.logprobs(GROUPS, temperature=1.0)
-    for step in range(12):
-        learner.update(GROUPS, step)
-    after, engine = learner.logprobs(GROUPS, temperature=1.0), plain_model(model)
-    engine.load_state_dict(dict(learner.policy.full_parameters(Rounding(torch.bfloat16))), strict=False)
-    assert mean_distance(after, before) > 0.015
-    assert mean_distance(after, [plain_logprobs(engine, group) for group in GROUPS]) < most
-
-
-def mean_distance(first: Sequence[Any], second: Sequence[Any]) -> float:
-    a, b = (torch.cat([torch.as_tensor(x) for group in all_ for x in group]) for all_ in (first, second))
-    return float((a - b).abs().mean().detach())
 
 
 def test_adapters_are_computed_with_as_they_are_published(alone: Ranks, model: Path) -> None:

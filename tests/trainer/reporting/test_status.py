@@ -26,14 +26,6 @@ from trainer.reporting.step_metrics import StepClock
 from trainer.run import StopSignal, outcome_of, train
 
 
-def test_the_accuracy_before_training_is_told_as_soon_as_it_is_known() -> None:
-    state = RunState(model_type="qwen2", parameters=1)
-    status = RunStatus(state=state)
-    assert status.position()["accuracy_before"] is None
-    state.accuracy_before = 0.5
-    assert status.position()["accuracy_before"] == 0.5
-
-
 def test_the_reward_before_training_is_told_with_the_accuracy() -> None:
     state = RunState(model_type="qwen2", parameters=1)
     metrics = {"accuracy": 0.5, "accuracy_low": 0.1, "accuracy_high": 0.9, "eval_prompts": 4.0, "eval_left_out": 0.0}

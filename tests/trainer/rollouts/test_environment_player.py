@@ -6,16 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import httpx
 import pytest
-from transformers import Qwen3Config
 
-from local_runner import spec
-from recipes.wordle import WORDS
 from services.clients.data import DataClient
 from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
@@ -37,15 +33,9 @@ from tests.services.conftest import StartService
 from tests.services.conftest import start_service as start_service  # a fixture
 from tests.services.conftest import start_service_once as start_service_once  # a fixture
 from tests.services.run_page.serving import served_ready
-from tests.skypilot_facts import ROOT
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
-from tests.trainer.tiny import SHAPE, save_model
 from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
-from trainer.config.objective import Objective
-from trainer.model.learner import Learner
-from trainer.model.policy import load_policy
-from trainer.model.ranks import join_ranks
 from trainer.rollouts.game import FixedModel, Games
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
 
@@ -256,24 +246,3 @@ def test_a_run_without_servers_ends_as_recoverable(stage: Stage) -> None:
     maker = stage.maker()
     assert stage.thread.call(maker.make_group(PROMPT)) is None
     assert isinstance(maker.all_failed(), DependencyLostError)
-
-
-@pytest.mark.parametrize("stage", ["recipes.wordle:Wordle"], indirect=True)
-def test_the_recipe_of_wordle_takes_a_training_step(stage: Stage, tmp_path: Path) -> None:
-    recipe = spec.env_file(ROOT / "recipes/wordle.env")
-    shape = SHAPE | {"vocab_size": 128, "max_position_embeddings": 4096}
-    config = Qwen3Config(**shape, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
-    given = recipe | {"MODEL_NAME": str(save_model(tmp_path, config)), "ROLLOUT": "environment", "GROUP_SIZE": "4"}
-    settings = TrainerSettings.load(**{name.lower(): value for name, value in given.items()}, compute_type="float32")
-    words = iter(WORDS)
-    stage.gateway.says = lambda _: f"<guess>[{next(words)}]</guess>"
-    maker = GroupMaker(settings, stage.sampler(settings))
-    group = stage.thread.call(maker.make_group(PROMPT))
-    assert group is not None
-    assert len(group.sequences) == 4
-    assert len(set(group.rewards)) > 1
-    with join_ranks() as ranks:
-        learner = Learner(settings, load_policy(settings, ranks), ranks, None, total_steps=1)
-        result = learner.update(Objective(settings).with_advantages([Objective(settings).training_group(group)]), 0)
-    assert result.steps == 1
-    assert result.metrics["grad_norm"] > 0

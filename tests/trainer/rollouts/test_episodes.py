@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import re
 import sys
 import time
@@ -145,10 +144,6 @@ async def wordy(example: Any, **endpoint: Any) -> Any:
 
 async def unsure(example: Any, **endpoint: Any) -> None:
     await one_turn(example, **endpoint)
-
-
-async def fails_unless_right(example: Any, **endpoint: Any) -> float | None:
-    return await two_turns(example, **endpoint) or None
 
 
 async def silent(example: Any, **endpoint: Any) -> float:
@@ -326,11 +321,6 @@ def test_rewards_that_are_not_one_a_turn_make_an_episode_fail(stage: Stage) -> N
     assert "1 for 2 calls of the model" in str(maker.last_failure)
 
 
-def test_an_agent_without_rewards_of_turns_has_none(stage: Stage) -> None:
-    group = stage.group(two_turns)
-    assert [e.turns for e in group.sequences] == [None, None]
-
-
 def test_tokens_of_a_branch_without_a_common_prompt_are_counted_as_lost(stage: Stage) -> None:
     async def lost() -> float:
         return REGISTRY.get_sample_value("trainer_episode_tokens_lost_total", {"reason": "no_common_prompt"}) or 0.0
@@ -347,24 +337,6 @@ async def restarting(example: Any, **endpoint: Any) -> float | None:
     await talk.say([{"role": "user", "content": example.prompt}])
     await talk.say([{"role": "user", "content": "from the start"}])
     return 1.0
-
-
-def test_weights_that_change_in_mid_episode_are_the_spans_of_its_tokens(stage: Stage) -> None:
-    def says(messages: list[dict[str, Any]]) -> str:
-        if len(messages) > 1:
-            stage.gateway.version = 6
-            return "42"
-        stage.gateway.version = 5
-        return "call"
-
-    stage.gateway.says = says
-    group = stage.group(two_turns, group_size=1, advantage="reinforce")
-    [e] = group.sequences
-    assert e.loss_mask is not None
-    versions = e.policy_versions.tolist()
-    sampled = [version for version, is_sampled in zip(versions, e.loss_mask, strict=True) if is_sampled]
-    assert sampled == [5] * 5 + [6] * 3
-    assert group.policy_version == 5, "what no policy sampled has no age"
 
 
 @pytest.mark.parametrize(
@@ -446,14 +418,6 @@ def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(st
     assert after is not None
     assert (group.episodes_failed, group.failure_examples) == ({"exception": 2}, {"exception": str(maker.last_failure)})
     assert after.episodes_failed == {}, "each is told once"
-
-
-def test_groups_that_are_played_at_once_tell_of_their_own_failed_episodes(stage: Stage) -> None:
-    maker = stage.maker(fails_unless_right)
-    prompts = [PROMPT.model_copy(update={"position": n, "ground_truth": str(42 + n % 2)}) for n in range(6)]
-    for group in stage.thread.call(make_groups({"": maker}, prompts)):
-        unscored = [reward for reward in group.rewards if math.isnan(reward)]
-        assert group.episodes_failed == ({"no_reward": 2} if unscored else {})
 
 
 def test_an_episode_has_its_figures_and_each_sequence_its_conversation(stage: Stage) -> None:
@@ -617,14 +581,6 @@ def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns
     assert group.rewards == [0.5, 0.5]
 
 
-def test_a_program_does_not_see_that_the_gateway_is_away(stage: Stage, two_turns_program: dict[str, Any]) -> None:
-    away = [503, 502, 503]
-    stage.gateway.says = lambda messages: away.pop() if away else "42" if len(messages) > 1 else "call"
-    group = stage.group(one_turn, **two_turns_program)
-    assert group.rewards == [1.0, 1.0]
-    assert away == []
-
-
 def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
     stage: Stage, two_turns_program: dict[str, Any]
 ) -> None:
@@ -658,12 +614,6 @@ def test_sessions_are_deleted_once_their_traces_are_here(stage: Stage) -> None:
     assert set(stage.gateway.deleted) >= first, "with the requests that finish the next ones"
     stage.thread.call(stage.gateway_client.__aexit__(None, None, None))
     assert sorted(stage.gateway.deleted) == sorted(stage.gateway.sessions), "the last ones when the client closes"
-
-
-def test_a_client_closes_although_the_last_sessions_cannot_be_deleted(stage: Stage) -> None:
-    stage.gateway.delete = lambda *_: 404  # type: ignore[method-assign, assignment]
-    stage.group(two_turns)
-    stage.thread.call(stage.gateway_client.__aexit__(None, None, None))
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, None), (8, "policy")])
@@ -795,18 +745,6 @@ def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:
     assert (metrics["accuracy"], metrics["eval_prompts"], metrics["eval_left_out"]) == (0.5, 6, 0)
     assert {session.request["temperature"] for session in stage.gateway.sessions.values()} == {0.0}
     assert [sample["completion"] for sample in evaluator.samples] == ["42"] * 6
-
-
-def test_an_evaluation_counts_an_episode_over_a_limit_as_wrong_as_the_training_does(stage: Stage) -> None:
-    stage.data.routes["POST /prompts"] = lambda _: {
-        "prompts": [PROMPT.model_dump()],
-        "cursor": {},
-        "total_available": 1,
-    }
-    evaluator = stage.evaluator(stage.settings(endless, eval_prompts=1, eval_samples=2, agent_max_turns=2))
-    metrics = stage.thread.call(evaluator.evaluate())
-    assert (metrics["accuracy"], metrics["pass_at_2"]) == (0.0, 0.0)
-    assert (metrics["eval_over_limit"], metrics["eval_left_out"]) == (1, 0)
 
 
 @pytest.mark.parametrize(

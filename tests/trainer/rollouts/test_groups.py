@@ -7,13 +7,11 @@ import math
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError
-from services.protocol.base import derive_seed
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
@@ -21,7 +19,7 @@ from tests.sequences import changed, make_group
 from tests.trainer.tiny import has_signal
 from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.methods import GROUP_ADVANTAGES
-from trainer.algorithm.packing import TrainingGroup, read_ids
+from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import importance_weights
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -172,13 +170,6 @@ def test_what_was_cut_off_counts_in_its_group_and_is_not_trained_on_if_masked() 
     assert [s.trained_tokens for s in trained.sequences] == [2, 0]
 
 
-def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained_on() -> None:
-    made = group(experience(1.0, length=3, loss_mask=[True, False, True]), experience(0.0))
-    sequence = Objective(SETTINGS).training_group(made).sequences[0]
-    assert read_ids(sequence).tolist() == [5, 5]
-    assert sequence.trained(np.array(["a", "b", "c"])).tolist() == ["a", "c"]
-
-
 def seated(*rewards: float) -> Group:
     """Return a group of games: even numbers of ``rewards`` are seat 0's, odd ones seat 1's."""
     return group(*(experience(reward, episode=i, seat=i % 2) for i, reward in enumerate(rewards)))
@@ -248,11 +239,6 @@ def test_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
     first, second = 1.0 - 0.1 * (0.5 + 1.5 + 0.0 + 4.0), 0.0 - 0.1 * 2.5
     half = (first - second) / 2
     assert [s.advantages[0] for s in trained.sequences] == pytest.approx([half, -half, half])
-
-
-def test_a_failed_episode_moves_nobody() -> None:
-    made = group(experience(None, episode=0), experience(1.0, episode=1), experience(0.0, episode=2))
-    assert advantages(made) == advantages(group(experience(1.0), experience(0.0)))
 
 
 def test_a_continued_completion_is_as_old_as_its_oldest_token_and_corrected_token_by_token() -> None:
@@ -348,26 +334,6 @@ def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_numbe
     assert not batch.missing
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"logprobs": [-0.5]},
-        {"logprobs": [-0.5, math.nan]},
-        {"completion_ids": [5, -1]},
-        {"completion_ids": ["5", None]},
-        {"finish_reason": "because"},
-        {"policy_versions": [3] * 1},
-        {"loss_mask": [True]},
-        {"advantages": [0.5]},
-        {"advantages": [0.5, math.inf]},
-    ],
-    ids=str,
-)
-def test_a_truncated_or_malformed_record_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        experience(1.0, **changes)
-
-
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "much"])
 def test_a_reward_that_is_no_number_is_refused(reward: Any) -> None:
     with pytest.raises(ValidationError):
@@ -427,9 +393,3 @@ def test_a_batch_counts_its_rewards() -> None:
     assert len(many) == 20
     assert sum(count for _, count in many) == 101
     assert many[0] == (pytest.approx(0.025), 5)
-
-
-def test_seeds_depend_on_every_part() -> None:
-    seeds = {derive_seed(a, b, c) for a in range(4) for b in range(4) for c in range(4)}
-    assert len(seeds) == 64
-    assert all(0 <= seed < 2**31 for seed in seeds)

@@ -17,7 +17,6 @@ import structlog
 import torch
 from prometheus_client import REGISTRY
 
-from services.clients import replay
 from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
@@ -26,7 +25,7 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
 from services.http.client import RequestRefusedError
-from services.protocol.prompts import Cursor, Prompt
+from services.protocol.prompts import Cursor
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
@@ -42,7 +41,7 @@ from trainer.rollouts import batch, clients
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator
-from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker, make_groups
+from trainer.rollouts.groups import LEAST_FAILURES, Completions, GroupMaker
 from trainer.rollouts.service_calls import ServiceCalls
 
 VOCAB_SIZE = 1000
@@ -192,16 +191,6 @@ def failed_prompts() -> float:
     return REGISTRY.get_sample_value("trainer_prompts_failed_total") or 0.0
 
 
-def test_groups_of_many_tokens_are_stored_by_several_requests(
-    services: Services, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Each group has a prompt of one token and two completions of one.
-    monkeypatch.setattr(replay, "TOKENS_A_REQUEST", 7)
-    assert services.steps(batch_size=5).next() == [0, 1, 2, 3, 4]
-    sent = services.replay.asked("POST /groups")
-    assert [[group["prompt"]["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
-
-
 def test_a_prompt_has_other_seeds_in_each_epoch(services: Services) -> None:
     steps = services.steps(num_epochs=2)
     assert steps.next() == [0, 1, 2, 3]
@@ -234,13 +223,6 @@ def test_the_learning_rate_decays_with_the_data_where_they_are_used_up_sooner_th
     # A hundred steps, four hundred prompts; each of the first two steps used six prompts.
     assert [call.args[1:] for call in steps.rank_calls.update.call_args_list] == [(0, 0), (1, 6 / 4), (2, 12 / 4)]
     assert steps.loop.state.prompts_used == 16
-
-
-def test_without_groups_left_out_the_learning_rate_decays_with_the_steps(services: Services) -> None:
-    steps = services.steps()
-    for _ in range(3):
-        steps.next()
-    assert [call.args[1:] for call in steps.rank_calls.update.call_args_list] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_groups_of_the_queue_that_are_stale_or_without_a_signal_count_as_data_used(services: Services) -> None:
@@ -348,17 +330,6 @@ def test_the_activity_says_how_many_prompts_are_answered(services: Services) -> 
     assert main.activity.shown()["done"] == "4 of 4 prompts answered"
 
 
-def test_the_activity_says_which_services_the_trainer_waits_for(services: Services) -> None:
-    main = services.main(services.settings())
-    for fake in (services.data, services.rewards):
-        fake.routes["GET /health"] = lambda _: {}
-    with pytest.raises(DependencyLostError, match="replay-buffer"):
-        services.thread.call(services.clients.wait_healthy(1.0, main.activity))
-    told = main.activity.shown()
-    assert told["what"] == "waiting for data-server, reward-server, replay-buffer"
-    assert told["done"] == "2 of 3 healthy"
-
-
 # Dynamic sampling
 
 
@@ -415,13 +386,6 @@ def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Ser
     assert steps.next() == [BAD - 1, BAD + 1, BAD + 2]
     assert steps.loop.state.cursors[""].position == BAD + 3, "it is not taken again"
     assert failed_prompts() == before + 1
-
-
-def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch(services: Services) -> None:
-    # All are right on the first prompt, so that it is replaced, and by the bad one.
-    services.rewards.routes["POST /batch_reward"] = equal_rewards_for(BAD - 4)
-    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
-    assert services.steps(position=BAD - 4, dynamic_sampling_tries=1).next() == [4, 5, 6, BAD + 1]
 
 
 @pytest.mark.parametrize(
@@ -492,20 +456,6 @@ def test_groups_of_any_collector_count_where_the_reward_function_fails_at_every_
         assert steps.next() == [0, 1, 2, 3]
     with pytest.raises(ConfigurationError, match=r"at every answer of 8 prompts in a row: mine:score: KeyError"):
         steps.next()
-
-
-def test_a_collector_pushes_groups_at_whose_every_answer_the_reward_function_failed(services: Services) -> None:
-    served = CollectorServices(services, 40)
-    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True)
-    services.collect()
-    assert len(served.queue()) == 40, "whether the run can go on is for the trainer to decide"
-
-
-def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(services: Services) -> None:
-    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
-    steps = services.steps(position=BAD, batch_size=1)
-    assert steps.next() == [BAD + 1]
-    assert steps.loop.state.cursors[""].position == BAD + 2
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -905,11 +855,6 @@ def test_a_collector_tells_the_curriculum_a_batch_at_a_time(services: Services) 
     assert {name: rate for rates in sent for name, rate in rates.items()} == {f"p/{i}": 0.5 for i in range(12)}
 
 
-def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
-    services.steps().next()
-    assert rates_of(services) == []
-
-
 @pytest.mark.usefixtures("curriculum_on")
 @pytest.mark.parametrize("status", [422, 500, 503])
 def test_rates_that_cannot_be_recorded_end_nothing(
@@ -921,21 +866,6 @@ def test_rates_that_cannot_be_recorded_end_nothing(
     assert rates_of(services)
 
 
-def test_a_row_travels_once_a_group_and_stays_with_it(services: Services) -> None:
-    def with_rows(request: dict[str, Any]) -> dict[str, Any]:
-        reply = prompts(request)
-        return reply | {"prompts": [prompt | {"row": f'{{"n": {prompt["id"]!r}}}'} for prompt in reply["prompts"]]}
-
-    services.data.routes["POST /prompts"] = with_rows
-    services.steps(batch_size=2).next()
-    for request in services.rewards.asked("POST /batch_reward"):
-        assert len(request["rows"]) == 1
-        assert {item["row"] for item in request["items"]} == request["rows"].keys()
-    [stored] = services.replay.asked("POST /groups")
-    scored = {row for request in services.rewards.asked("POST /batch_reward") for row in request["rows"].values()}
-    assert {group["prompt"]["row"] for group in stored["groups"]} == scored
-
-
 def test_completions_are_scored_as_a_group_in_training_and_alone_in_an_evaluation(services: Services) -> None:
     services.steps(batch_size=2).next()
     assert [(r["is_group"], len(r["items"])) for r in services.rewards.asked("POST /batch_reward")] == [(True, 2)] * 2
@@ -943,22 +873,6 @@ def test_completions_are_scored_as_a_group_in_training_and_alone_in_an_evaluatio
     services.data.routes["POST /prompts"] = lambda request: prompts(request | {"batch_size": 1})
     services.evaluate(eval_prompts=1, eval_samples=2)
     assert [r.get("is_group") for r in services.rewards.asked("POST /batch_reward")] == [None, None]
-
-
-def test_another_try_sends_the_whole_group_and_keeps_what_was_scored(services: Services) -> None:
-    tries: list[int] = []
-
-    def reward(request: dict[str, Any]) -> dict[str, Any]:
-        tries.append(len(request["items"]))
-        lost = {"reward": None, "status": "timeout"}
-        return {"rewards": [{"reward": 0.25}, lost] if len(tries) == 1 else [{"reward": 1.0}, {"reward": 0.75}]}
-
-    services.rewards.routes["POST /batch_reward"] = reward
-    maker = GroupMaker(services.settings(), services.sampler(services.settings()))
-    [group] = services.thread.call(
-        make_groups({"": maker}, [Prompt(**prompts({"cursor": {"position": 0}, "batch_size": 1})["prompts"][0])])
-    )
-    assert (tries, group.rewards) == ([2, 2], [0.25, 0.75])
 
 
 def test_figures_of_the_judge_are_metrics_and_a_server_without_one_is_asked_once(services: Services) -> None:

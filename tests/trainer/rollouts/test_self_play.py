@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
 from operator import xor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.embedded_engine.http.app import create_app as create_engine
-from services.engines.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.groups import Group, TokenSequence, Turn
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardStatus
-from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.sequences import trained_sequence
 from tests.services.run_page.serving import served_ready
@@ -261,16 +256,3 @@ def test_an_opponent_in_an_environment_of_one_seat_is_refused(stage: Stage, oppo
     settings = against(stage, opponent(optimal))
     with pytest.raises(ConfigurationError, match="one seat"):
         stage.group(prompt_of(1), **settings)
-
-
-def test_an_earlier_version_on_the_volume_is_an_opponent_once_an_engine_serves_it(
-    stage: Stage, model: Path, tmp_path: Path
-) -> None:
-    store = PolicyStore(tmp_path)
-    shutil.copytree(model, store.begin(3), dirs_exist_ok=True)
-    with served_ready(create_engine(EngineSettings(model_name=str(store.commit(3))))) as url:
-        settings = {"opponent": url, "rollout": "environment", "max_new_tokens": 4}
-        stage.opponent = FixedModel(TrainerSettings.load(**settings))
-        group = stage.group(prompt_of(seed_won_by(0, parity=0)), **settings)
-    # Its third answer that is no move loses.
-    assert [(e.seat, e.reward) for e in group.sequences] == [(0, 1.0)] * 2
