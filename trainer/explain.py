@@ -25,7 +25,7 @@ from trainer.model.micro_batching import part_order, unknown_ids
 from trainer.model.ranks import Ranks
 from trainer.rank_calls import computation
 from trainer.recompute import Difference, Recomputation, Taken, checkpoints
-from trainer.reporting.samples import SampleRecords
+from trainer.reporting.run_files import SampleRecords
 
 RATIOS, CONTEXT = 12, 24
 """The largest ratios that an explanation has, and the tokens before each that it shows."""

@@ -66,7 +66,8 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         rank_calls = self.rank_calls
         self.objective = Objective(self.settings, self.state.role_baselines)
-        self.schedule = self.settings.schedule
+        self.enter = self.status.begin
+        """Enters a phase of the step, to which the time from here on belongs, and describes it to people."""
         thread, writer = self.services.thread, rank_calls.writer
         on_all_ranks = self.on_all_ranks = rank_calls.on_all_ranks
         self.learner = rank_calls.learner
@@ -76,7 +77,7 @@ class TrainingLoop:
         self.probe = Probe(self.publisher, self.learner.policy, on_all_ranks(self.learner.logprobs))
         save, store = on_all_ranks(rank_calls.save_checkpoint), rank_calls.checkpoints
         self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, store, save, on_all_ranks)
-        self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services)
+        self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services.ask_engines)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
 
     def run(self) -> None:
@@ -219,7 +220,7 @@ class TrainingLoop:
     def quotas(self) -> dict[str, int]:
         """The number of groups of each source in the next step, by the schedule."""
         first = self.state.step * self.settings.batch_size
-        return self.schedule.counts(first, first + self.settings.batch_size)
+        return self.settings.schedule.counts(first, first + self.settings.batch_size)
 
     def teach(self, batch: Batch) -> None:
         """Have the teachers in the trainer score the groups that they have not scored yet, fresh and replayed."""
@@ -282,18 +283,12 @@ class TrainingLoop:
         way = f" over the shared volume, because no broadcast works: {self.publisher.refusal}"
         way = way if self.publisher.refusal else ""
         self.enter("publish", f"publishing policy version {version} to the rollout workers{way}")
-        self.on_all_ranks(
-            self.rank_calls.leave_gpu
-        )()  # for engines that wake for the version and take their memory back
+        self.on_all_ranks(self.rank_calls.leave_gpu)()  # for engines that wake and take their memory back
         metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
-        self.leave_gpu()  # the probe has gathered the parameters
+        if self.settings.engine_sleeps:
+            self.on_all_ranks(self.rank_calls.leave_gpu)()  # the probe has gathered the parameters
         self.status.policy_version = version
         return metrics
-
-    def leave_gpu(self) -> None:
-        """With ENGINE_SLEEPS, free GPU memory that the next step does not need; engines on the same GPUs take it."""
-        if self.settings.engine_sleeps:
-            self.on_all_ranks(self.rank_calls.leave_gpu)()
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
@@ -328,10 +323,6 @@ class TrainingLoop:
         metrics = self.evaluate(is_last=is_last)
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
-
-    def enter(self, phase: str, what: str) -> None:
-        """Enter a phase of the step, to which the time from here on belongs; ``what`` describes it to people."""
-        self.status.begin(phase, what)
 
     def save_checkpoint(self, *, wait: bool = False) -> None:
         """Start a checkpoint of the last completed step; ``wait`` until it is in place."""

@@ -130,8 +130,6 @@ class Recomputation:
     def take(self, head: StepHead, groups: list[TrainingGroup]) -> Taken:
         """Take the next step, with what ``groups`` returned for it."""
         self.learner.total_steps = head.total_steps
-        if self.critic is not None:
-            self.critic.total_steps = head.total_steps
         result = update_models(self.learner, self.critic, groups, self.step, head.position)
         self.step = head.step
         recorded = recorded_metrics(self.run_dir, head.step)

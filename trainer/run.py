@@ -146,7 +146,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         stack.callback(writer.close)
         probes = {url: teacher.probe for url, teacher in services.teachers.items()} if services else {}
         state = resume(settings, ranks, policy, data, learner, checkpoints, critic, probes)
-        _count_steps(settings, data, state, learner, critic)
+        # A resumed run may have another BATCH_SIZE now.
+        learner.total_steps = settings.total_steps(data.train_prompts, state.step, state.prompts_used)
         rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
         if services is None:
             rank_calls.follow()
@@ -198,15 +199,6 @@ def _total_steps(settings: TrainerSettings, data: DataStats) -> int:
     if total_steps < settings.max_steps:
         log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
     return total_steps
-
-
-def _count_steps(
-    settings: TrainerSettings, data: DataStats, state: RunState, learner: Learner, critic: CriticLearner | None
-) -> None:
-    """Give learner and critic the steps of a resumed run, which may have another BATCH_SIZE now."""
-    learner.total_steps = settings.total_steps(data.train_prompts, state.step, state.prompts_used)
-    if critic is not None:
-        critic.total_steps = learner.total_steps
 
 
 def _drive(

@@ -62,6 +62,7 @@ class Outside:
         self.on_gpus = None
         self.written = 0
         self.thread = None
+        self.ask_engines = None
         self.first: list[str] = []
         """The calls before the first step, in order."""
         self.samples: list[dict[str, Any]] = []

@@ -70,10 +70,10 @@ class CriticLearner:
         Raises:
             ConfigurationError: the model cannot be loaded.
         """
+        self.learner = learner
         self.settings = learner.settings
         self.ranks = learner.ranks
         self.policy = learner.policy
-        self.total_steps = learner.total_steps
         self.is_shared = self.settings.critic is CriticModel.SHARED
         self.module: nn.Module
         self.optimizer: torch.optim.Optimizer
@@ -121,7 +121,7 @@ class CriticLearner:
         shares = [known[i :: settings.updates_per_batch] for i in range(settings.updates_per_batch)]
         parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
         parts = [parts[i] for i in part_order(settings, step)]
-        rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate, position)
+        rate = learning_rate(settings, step, self.learner.total_steps, settings.critic_learning_rate, position)
         rates = [rate] * len(self.optimizer.param_groups)
         batches = packed([pieces for part in parts for pieces in part.micro_batches], self.ranks)
         passes = [[partial(self._backward, batches, part.size) for _ in part.micro_batches] for part in parts]

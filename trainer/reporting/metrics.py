@@ -27,6 +27,11 @@ class Measure:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+def _plain(column: str, text: str) -> Measure:
+    """Return the measure of a column whose metric has the column's name."""
+    return Measure(column, f"trainer_{column}", text)
+
+
 def _token_measures() -> Iterator[Measure]:
     """Yield the measures over trained tokens: those of fresh groups, and (``replay_``) those of replayed groups."""
     described = {
@@ -63,15 +68,13 @@ _GROUPS = "Groups, by what became of them."
 _EPISODES = "Tokens sampled for episodes since the run began, by where they are; engines have the sum of all others."
 
 MEASURES: tuple[Measure, ...] = (
-    Measure("reward_mean", "trainer_reward_mean", "Mean reward of all completions that the step made."),
-    Measure(
-        "reward_trained_mean",
-        "trainer_reward_trained_mean",
-        "Mean reward of the fresh completions that are trained on, with DYNAMIC_SAMPLING_TRIES.",
+    _plain("reward_mean", "Mean reward of all completions that the step made."),
+    _plain(
+        "reward_trained_mean", "Mean reward of the fresh completions that are trained on, with DYNAMIC_SAMPLING_TRIES."
     ),
-    Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
-    Measure("reward_q10", "trainer_reward_q10", "The reward that 10% of the step's completions are below."),
-    Measure("reward_q90", "trainer_reward_q90", "The reward that 90% of the step's completions are below."),
+    _plain("reward_std", "Standard deviation of the step's rewards."),
+    _plain("reward_q10", "The reward that 10% of the step's completions are below."),
+    _plain("reward_q90", "The reward that 90% of the step's completions are below."),
     Measure("accuracy", "trainer_accuracy_ratio", "Greedy pass@1 on held-out prompts, at the newest evaluation."),
     Measure("accuracy_stderr", "trainer_accuracy_stderr_ratio", "Standard error of the newest accuracy (binomial)."),
     Measure("accuracy_low", "trainer_accuracy_low_ratio", "Lower end of its 95% interval (Wilson's score interval)."),
@@ -88,8 +91,8 @@ MEASURES: tuple[Measure, ...] = (
         "trainer_evaluation_prompts_left_out",
         "Held-out prompts left out of the accuracy because generating or scoring their answer failed.",
     ),
-    Measure("loss", "trainer_loss", "The loss."),
-    Measure("teacher_loss", "trainer_teacher_loss", "Distance of the policy from the teacher, before TEACHER_COEF."),
+    _plain("loss", "The loss."),
+    _plain("teacher_loss", "Distance of the policy from the teacher, before TEACHER_COEF."),
     Measure(
         "teacher_overlap",
         "trainer_teacher_overlap_ratio",
@@ -100,7 +103,7 @@ MEASURES: tuple[Measure, ...] = (
         "trainer_teacher_missing_total",
         "Sequences that their teacher has not scored: too long for it, or the endpoint failed.",
     ),
-    Measure("grad_norm", "trainer_grad_norm", "Norm of the gradient before it was clipped."),
+    _plain("grad_norm", "Norm of the gradient before it was clipped."),
     Measure("groups_refused", "trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
     *_token_measures(),
     Measure(
@@ -114,9 +117,9 @@ MEASURES: tuple[Measure, ...] = (
         "trainer_explained_variance_ratio",
         "Share of the returns' variance that the critic explains.",
     ),
-    Measure("value_mean", "trainer_value_mean", "Mean value of a token's state, before the step."),
-    Measure("return_mean", "trainer_return_mean", "Mean return of a token: what the critic is fitted to."),
-    Measure("learning_rate", "trainer_learning_rate", "Learning rate."),
+    _plain("value_mean", "Mean value of a token's state, before the step."),
+    _plain("return_mean", "Mean return of a token: what the critic is fitted to."),
+    _plain("learning_rate", "Learning rate."),
     Measure(
         "publish_share",
         "trainer_publish_share_ratio",
@@ -126,15 +129,15 @@ MEASURES: tuple[Measure, ...] = (
     Measure("length_mean", "trainer_completion_length_mean", "Mean length of all completions made, in tokens."),
     Measure("length_max", "trainer_completion_length_max", "Longest of all completions made, in tokens."),
     Measure("truncation_rate", "trainer_truncated_ratio", "Share of all completions made that were cut off."),
-    Measure("turns_mean", "trainer_turns_mean", "Mean number of the model's turns in an agent's episode."),
-    Measure("turns_max", "trainer_turns_max", "Most turns of the model in an episode."),
-    Measure("branches_mean", "trainer_branches_mean", "Mean number of branches of an episode."),
+    _plain("turns_mean", "Mean number of the model's turns in an agent's episode."),
+    _plain("turns_max", "Most turns of the model in an episode."),
+    _plain("branches_mean", "Mean number of branches of an episode."),
     Measure(
         "episode_calls_repeated",
         "trainer_episode_calls_repeated_total",
         "Requests of agents that got the reply of an earlier call, because they repeated it.",
     ),
-    Measure("tool_calls_mean", "trainer_tool_calls_mean", "Mean number of tool calls in an episode."),
+    _plain("tool_calls_mean", "Mean number of tool calls in an episode."),
     Measure("tool_calls_parsed", "trainer_tool_calls_parsed_ratio", "Share of the tool calls that could be parsed."),
     Measure("completions", "trainer_completions_total", "Completions that the step made."),
     Measure("unscorable", "trainer_completions_without_reward_total", "Completions that could not be scored."),
@@ -153,19 +156,15 @@ MEASURES: tuple[Measure, ...] = (
     Measure("replay_groups", "trainer_groups_total", _GROUPS, {"kind": "replayed"}),
     Measure("replay_groups_left_out", "trainer_groups_total", _GROUPS, {"kind": "replay_left_out"}),
     Measure("groups_unrecorded", "trainer_groups_total", _GROUPS, {"kind": "unrecorded"}),
-    Measure("staleness_mean", "trainer_staleness_mean", "Mean staleness of the groups, in policy versions."),
-    Measure("staleness_max", "trainer_staleness_max", "Largest staleness of a group, in policy versions."),
-    Measure("policy_version", "trainer_policy_version", "The newest published policy version."),
-    Measure("workers", "trainer_workers", "Rollout workers that serve the newest policy version."),
+    _plain("staleness_mean", "Mean staleness of the groups, in policy versions."),
+    _plain("staleness_max", "Largest staleness of a group, in policy versions."),
+    _plain("policy_version", "The newest published policy version."),
+    _plain("workers", "Rollout workers that serve the newest policy version."),
     Measure("pause_seconds", "trainer_worker_pause_seconds", "Longest that a worker did not generate to be updated."),
-    Measure(
-        "publish_by_disk",
-        "trainer_publish_by_disk",
-        "1 once broadcasts have failed and the run publishes over the shared volume instead.",
-    ),
+    _plain("publish_by_disk", "1 once broadcasts have failed and the run publishes over the shared volume instead."),
     Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
-    Measure("probe_delivered", "trainer_probe_delivered", "Least share of a change of LoRA adapters that workers see."),
-    Measure("peak_memory_bytes", "trainer_peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
+    _plain("probe_delivered", "Least share of a change of LoRA adapters that workers see."),
+    _plain("peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
     Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
     Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
     Measure("episode_tokens_open", "trainer_run_episode_tokens", _EPISODES, {"where": "open"}),

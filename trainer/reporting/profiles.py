@@ -5,10 +5,9 @@ All are files that Perfetto (ui.perfetto.dev) or, for the snapshot, pytorch.org/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import orjson
 import torch
@@ -28,25 +27,19 @@ ALLOCATIONS = 200_000
 """Most allocations that the snapshot of the GPU's memory has, the newest."""
 
 
-class Engines(Protocol):
-    """The engines of a run; both methods may raise DependencyLostError."""
-
-    def begin_engine_profiles(self, directory: Path) -> None:
-        """Have them begin to record, for traces in ``directory``."""
-
-    def end_engine_profiles(self) -> None:
-        """Have them write their traces."""
+AskEngines = Callable[[str, Callable[[Any], Awaitable[None]]], None]
+"""Asks every engine of a run for what the first argument names; see ServiceCalls.ask_engines."""
 
 
 class StepProfile:
     """The recorder of the steps of PROFILE_STEPS, in the process of rank 0, and of what the engines do meanwhile."""
 
-    def __init__(self, settings: TrainerSettings, device: torch.device, engines: Engines) -> None:
+    def __init__(self, settings: TrainerSettings, device: torch.device, ask_engines: AskEngines) -> None:
         """Make a recorder of the steps of PROFILE_STEPS on this rank's device."""
         self._steps = steps_of(settings.profile_steps)
         self._root = settings.run_dir / DIRECTORY
         self._on_gpu = device.type == "cuda"
-        self._engines = engines
+        self._ask_engines = ask_engines
         self._directory = self._root
         self._profile: profile | None = None
 
@@ -56,7 +49,7 @@ class StepProfile:
             return
         self._directory = self._root / f"from-step-{step}"
         with _logged("the engines are not profiled"):
-            self._engines.begin_engine_profiles(self._directory)
+            self._ask_engines("record a profile", lambda engine: engine.begin_profile(self._directory))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._profile.start()
@@ -77,7 +70,7 @@ class StepProfile:
         recorded.stop()
         events = TIMELINE.end()
         with _logged("the engines' profiles are not written"):
-            self._engines.end_engine_profiles()
+            self._ask_engines("write its profile", lambda engine: engine.end_profile())
         with _logged("the profile is not written"):
             self._directory.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._directory / "trace.json.gz"))

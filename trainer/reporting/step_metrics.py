@@ -38,21 +38,8 @@ SOURCES_HEADLINE = ("reward_mean", "accuracy")
 """The metrics that the line has of each source, too."""
 
 PHASES = (
-    *(
-        "fetch",
-        "generate",
-        "score",
-        "store",
-        "wait",
-        "teach",
-        "replay",
-        "reference",
-        "values",
-        "train",
-        "publish",
-        "evaluate",
-    ),
-    *("record", "save"),
+    *("fetch", "generate", "score", "store", "wait", "teach", "replay"),
+    *("reference", "values", "train", "publish", "evaluate", "record", "save"),
 )
 """The phases of a step: ``seconds_<phase>`` among the metrics. Together they are all of ``seconds_step``."""
 SHOWN_SHARE = 0.01
@@ -99,9 +86,7 @@ BY_SOURCE = (
 """The metrics of groups that each source has, too."""
 
 
-OF_SAMPLES = (
-    *("unscorable", "over_limit", "truncation_rate", "zero_variance_groups", "staleness_mean", "staleness_max"),
-)
+OF_SAMPLES = ("unscorable", "over_limit", "truncation_rate", "zero_variance_groups", "staleness_mean", "staleness_max")
 """The metrics of groups that say nothing of what no policy has sampled."""
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self
 
 from services.clients.teacher import TeacherClient
 from services.core.endpoints import Task
@@ -33,8 +32,6 @@ from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
 from trainer.rollouts.clients import Clients, SuccessRates
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import judge, make_groups, makers_of
-
-T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -168,16 +165,14 @@ class ServiceCalls:
         if self.settings.engine_sleeps:
             self.thread.call(ask_workers(self.settings, "sleep", lambda engine: engine.sleep()), interruptible=True)
 
-    def begin_engine_profiles(self, directory: Path) -> None:
-        """Have the engines record what they do, for traces in ``directory``."""
-        if self.settings.needs_engines:
-            ask = ask_workers(self.settings, "record a profile", lambda engine: engine.begin_profile(directory))
-            self.thread.call(ask, interruptible=True)
+    def ask_engines(self, what: str, ask: Callable[[Any], Awaitable[None]]) -> None:
+        """Ask every engine for ``what``, if the run needs any.
 
-    def end_engine_profiles(self) -> None:
-        """Have the engines write their traces."""
+        Raises:
+            DependencyLostError: one of them did not answer.
+        """
         if self.settings.needs_engines:
-            self.thread.call(ask_workers(self.settings, "write its profile", lambda engine: engine.end_profile()))
+            self.thread.call(ask_workers(self.settings, what, ask))
 
     def acknowledge(self, priorities: dict[str, float]) -> None:
         """Tell the replay buffer which groups were trained on, and their priorities by group id."""

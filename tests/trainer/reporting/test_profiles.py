@@ -16,26 +16,10 @@ from trainer.reporting.profiles import StepProfile
 from trainer.reporting.step_metrics import StepClock
 
 
-class Engines:
-    """Note what they are asked, or fail."""
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.asked: list[Path | None] = []
-        self.failure = failure
-
-    def begin_engine_profiles(self, directory: Path | None) -> None:
-        self.asked.append(directory)
-        if self.failure:
-            raise self.failure
-
-    def end_engine_profiles(self) -> None:
-        self.begin_engine_profiles(None)
-
-
 def test_the_steps_of_the_range_are_recorded_and_no_others(tmp_path: Path) -> None:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", profile_steps="2:3")
-    engines, clock = Engines(), StepClock()
-    profile = StepProfile(settings, torch.device("cpu"), engines)
+    asked, clock = list[str](), StepClock()
+    profile = StepProfile(settings, torch.device("cpu"), lambda what, _: asked.append(what))
     for step in range(1, 5):
         profile.begin(step)
         clock.enter("generate")
@@ -45,7 +29,7 @@ def test_the_steps_of_the_range_are_recorded_and_no_others(tmp_path: Path) -> No
         clock.enter("train")
         profile.end(step)
     directory = settings.run_dir / "profile" / "from-step-2"
-    assert engines.asked == [directory, None]
+    assert asked == ["record a profile", "write its profile"]
     events = orjson.loads((directory / "timeline.json").read_bytes())["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     spans = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
@@ -59,7 +43,10 @@ def test_the_steps_of_the_range_are_recorded_and_no_others(tmp_path: Path) -> No
 
 def test_a_run_that_ends_within_the_range_and_has_lost_its_engines_has_what_was_recorded(tmp_path: Path) -> None:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", profile_steps="2:9")
-    lost = Engines(DependencyLostError("the router does not answer"))
+
+    def lost(*_: object) -> None:
+        raise DependencyLostError("the router does not answer")
+
     profile = StepProfile(settings, torch.device("cpu"), lost)
     profile.begin(2)
     profile.end(2)

@@ -31,7 +31,7 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary(tmp_path: Path) ->
 
 
 def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.reporting.samples.LOGGED_GROUPS", 1)
+    monkeypatch.setattr("trainer.reporting.run_files.LOGGED_GROUPS", 1)
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
     files = RunFiles(
         settings, 0, lambda ids: "".join({1: "7", 7: "<user>", 8: "3+4=", 9: "<assistant>"}[i] for i in ids)

@@ -12,7 +12,7 @@ from tests.sequences import changed, make_group
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting import samples
-from trainer.reporting.samples import SampleRecords
+from trainer.reporting.run_files import SampleRecords
 
 SETTINGS = TrainerSettings.load()
 
