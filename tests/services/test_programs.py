@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,16 @@ from services.core import machine
 from services.core.endpoints import PROXY_VARIABLES
 from services.core.machine import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
-from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 from tests.fake_service import fake_service
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}
 
 
-async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
+async def score(response: str) -> RewardResult:
     """Score an answer by whether it is the ground truth."""
-    return [RewardResult(reward=float(item.response == item.ground_truth)) for item in items]
+    return RewardResult(reward=float(response == "42"))
 
 
 def example() -> Example:
