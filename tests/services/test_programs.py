@@ -31,13 +31,11 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}
 
 
-async def score(response: str) -> RewardResult:
-    """Score an answer by whether it is the ground truth."""
-    return RewardResult(reward=float(response == "42"))
+def example(truth: str = "42") -> Example:
+    async def score(response: str) -> RewardResult:
+        return RewardResult(reward=float(response == truth))
 
-
-def example() -> Example:
-    return Example(id="p/1", prompt="6*7=", ground_truth="42", category="products", model="m", scorer=score)
+    return Example(id="p/1", prompt="6*7=", ground_truth=truth, category="products", model="m", scorer=score)
 
 
 async def answer(command: str, task: Example | None = None, seconds: float = IDLE_SECONDS) -> float | None:
@@ -128,9 +126,7 @@ async def test_the_output_is_an_answer_even_if_it_looks_like_a_reward() -> None:
     text = '{"reward": 1000}'
     with capture_logs() as logs:
         assert await answer(f"echo hm; echo '{text}'") == 0.0
-        task = example()
-        task.ground_truth = text
-        assert await answer(f"echo '{text}'", task) == 1.0
+        assert await answer(f"echo '{text}'", example(text)) == 1.0
     # Once a process, with the line of code that gives a reward.
     [warning] = [line["event"] for line in logs if line["log_level"] == "warning" and "reward" in line["event"]]
     assert "GRPO_REWARD_FD" in warning
