@@ -238,4 +238,4 @@ def _found(rows: Mapping[str, Any]) -> str:
 
 
 def _answers(trainer: Any) -> str:
-    return f"{trainer.group_size} answers of at most {trainer.way.longest_answer} tokens"
+    return f"{trainer.group_size} answers of at most {trainer.answer_tokens} tokens"

@@ -19,7 +19,7 @@ from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
-from trainer.capacity.catalogue import find_model
+from trainer.capacity.shape import find_model
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
 from services.core.errors import ConfigurationError
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
-from trainer.capacity.catalogue import find_model
+from trainer.capacity.shape import find_model
 
 APP = typer.Typer()
 APP.command()(main)

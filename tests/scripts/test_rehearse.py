@@ -21,7 +21,7 @@ from services.core.errors import ConfigurationError
 from tests.ports import free_port
 from tests.services.core.hub_stand_in import MODEL, serving
 from tests.toy_models import byte_tokenizer
-from trainer.capacity.catalogue import CONFIGS
+from trainer.capacity.shape import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 APP = typer.Typer()

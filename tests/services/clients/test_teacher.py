@@ -30,7 +30,7 @@ from tests.trainer.tiny import plain_forward, plain_model
 from toys import arithmetic
 from trainer.algorithm.packing import TrainingGroup
 from trainer.capacity.__main__ import unreachable_teachers
-from trainer.checkpoints.admission import TeacherPrint
+from trainer.checkpoints.state import TeacherPrint
 from trainer.config import TrainerSettings
 from trainer.model.ranks import join_ranks
 from trainer.model.teachers import check_endpoints
