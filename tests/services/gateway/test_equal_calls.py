@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
-from pathlib import Path
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -258,28 +256,6 @@ async def test_after_a_restart_a_reply_counts_as_taken_if_a_later_record_says_so
         assert [text(await post(running)) for _ in range(2)] == ["3", "1"], "the last reply may not have arrived"
         trace = await running.finish()
         assert (trace["turns"], trace["calls_repeated"]) == (4, 1)
-
-
-async def test_a_directory_from_before_calls_had_numbers_is_read(gateway: StartGateway, tmp_path: Path) -> None:
-    later = [*BODY["messages"], {"role": "assistant", "content": "1"}, {"role": "user", "content": "Why?"}]
-    async with gateway(answers=["Hi."]) as running:
-        await running.open(seed=1)
-        numbered(running)
-        first = await post(running)
-        await post(running, {**BODY, "messages": later})
-        before = (await running.client.get("/sessions/s/trace")).json()
-    with closing(sqlite3.connect(tmp_path / "gateway/gateway.sqlite")) as database, database:
-        for number, record in database.execute("SELECT number, record FROM calls").fetchall():
-            fields = orjson.loads(record)
-            old = {"digest": fields.pop("name")} | fields
-            for name in ("keys", "delivered", "repeated"):
-                del old[name]
-            database.execute("UPDATE calls SET record = ? WHERE number = ?", (orjson.dumps(old), number))
-    async with gateway(answers=["Hi."]) as running:
-        numbered(running)
-        assert (await running.client.get("/sessions/s/trace")).json() == before
-        assert (await post(running)).content == first.content, "its delivery is in doubt"
-        assert (await post(running)).json()["id"] == f"{first.json()['id']}-1"
 
 
 async def test_each_of_two_samples_of_responses_is_continued_by_its_id(gateway: StartGateway) -> None:
