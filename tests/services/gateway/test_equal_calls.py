@@ -117,23 +117,6 @@ async def test_five_equal_requests_are_five_samples_with_ids_of_their_own(gatewa
         assert (trace["turns"], len(trace["sequences"]), trace["calls_repeated"]) == (5, 5, 0)
 
 
-async def test_eight_equal_requests_in_parallel_are_eight_samples(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        numbered(running)
-        replies = await asyncio.gather(*(running.client.post(path, json=BODY) for _ in range(8)))
-        texts = {reply.json()["choices"][0]["message"]["content"] for reply in replies}
-        assert texts == {str(number) for number in range(1, 9)}
-        assert len({reply.json()["id"] for reply in replies}) == 8
-
-
-async def test_an_agent_that_goes_back_and_asks_again_meets_its_limit(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open(max_turns=6)
-        statuses = [(await running.client.post(path, json=BODY)).status_code for _ in range(9)]
-        assert statuses == [200] * 6 + [429] * 3
-
-
 async def test_a_retry_joins_the_oldest_call_that_no_retry_has_joined(gateway: StartGateway) -> None:
     async with gateway(answers=["Hi."]) as running:
         await running.open()

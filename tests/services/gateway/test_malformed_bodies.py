@@ -117,18 +117,6 @@ async def test_malformed_bodies_are_answered_or_refused(gateway: StartGateway, a
         assert (refused.status_code, "send" in refused.json()["error"]["message"]) == (413, True), refused.text
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
-async def test_a_chat_template_of_the_requests_own_is_refused(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        for template in (LOOPS, "{{ 1/0 }}"):
-            body = {"messages": HELLO, "chat_template_kwargs": {"chat_template": template}}
-            refused = await running.client.post(path, json=body)
-            assert (refused.status_code, "leave chat_template out" in refused.json()["detail"]) == (400, True)
-
-
 async def test_whatever_the_models_template_raises_refuses_the_call(
     gateway: StartGateway, models: Any, tmp_path: Path
 ) -> None:
