@@ -284,14 +284,6 @@ async def test_a_server_whose_environment_is_unavailable_does_not_start(serving:
                 pass
 
 
-async def test_an_environment_that_cannot_be_reset_begins_no_episode(serving: Any, app: Any) -> None:
-    async with serving(app(environment=f"{ODD}Unborn-v0")) as client:
-        response = await client.post("/reset", json={})
-        assert response.status_code == 422
-        assert "RuntimeError: no world today (" in response.json()["detail"]
-        assert (await client.get("/stats")).json()["active"] == 0
-
-
 async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes, "MAX_EPISODES", 4)
     async with serving(app()) as client:
