@@ -138,6 +138,8 @@ def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
     Path("broken.jsonl").write_text('{"question": "a", "answer": "1"}\n\n{"question": "a", "ans')
     Path("empty.jsonl").write_text("")
     Path("rows.txt").write_text("a question")
+    Path("rows.csv").write_text("question,answer")
+    Path("rows.json").write_text("[]")
     Path("folder.jsonl").mkdir()
     write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}] * 2)
     write_rows(Path("one.jsonl"), [{"question": "a", "answer": "1"}])
@@ -147,8 +149,10 @@ def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
         ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
         ("missing.csv", {}, "DATASET 'missing.csv' is not a file"),
         ("rows.txt", {}, "DATASET 'rows.txt': allowed are"),
+        ("rows.csv", {}, "pandas.read_csv('rows.csv'"),
+        ("rows.json", {}, "pandas.read_json('rows.json'"),
         ("folder.jsonl", {}, "DATASET 'folder.jsonl' cannot be read"),
-        ("broken.jsonl", {}, "line 3, column 19"),
+        ("broken.jsonl", {}, "line 3, column 23"),
         ("empty.jsonl", {}, "'empty.jsonl' is empty"),
         ("nothing.jsonl", {}, "2 with no question"),
         ("one.jsonl", {}, "'one.jsonl' has a single question"),
