@@ -77,7 +77,7 @@ class Store:
         self.settings = settings
         self.clock = clock
         self.counts: Counter[str] = Counter()
-        self.database = Database(settings.directory)
+        self.database = Database.open(settings.directory)
         self.load()
 
     def load(self) -> None:

@@ -26,9 +26,8 @@ from services.core.settings import Settings
 from services.core.tasks import in_background
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.settings import HeadSettings
-from services.http.app import create_service_app
+from services.http.app import create_service_app, is_ours
 from services.http.json_body import MAX_DEPTH, json_depth
-from services.http.middleware import is_ours
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
 from services.http.provenance import describe
 from services.http.server import listen, run_service

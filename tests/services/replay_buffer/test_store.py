@@ -19,7 +19,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
 from services.protocol.groups import Group
 from services.protocol.replay import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest, unframed
-from services.replay_buffer import database, store
+from services.replay_buffer import store
 from services.replay_buffer.database import Database
 from services.replay_buffer.settings import ReplaySettings
 
@@ -261,7 +261,7 @@ def test_a_broken_disk_is_not_called_full(
 
 
 def test_a_directory_in_use_is_refused(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("services.http.database.LOCK_SECONDS", 0.1)
     parts = buffer()
     with pytest.raises(DependencyLostError, match=str(parts.store.settings.directory)):
         store.Store(parts.store.settings)
