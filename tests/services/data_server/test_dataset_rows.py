@@ -69,21 +69,6 @@ def test_a_ground_truth_keeps_its_text(load: Any, form: str, truth: str) -> None
     assert truths(source.train) + truths(source.test) == [truth] * 3
 
 
-def test_columns_are_taken_by_name(load: Any) -> None:
-    rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
-    source = load(rows, prompt_column="q", ground_truth_column="a")
-    row = source.train.take([0])[0]
-    assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")
-
-
-def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> None:
-    rows = [{"question": f"q{i}", "answer": f"{i}"} for i in range(100)]
-    first, again, other = (load(rows, dataset_held_out=0.2, data_seed=seed) for seed in (1, 1, 2))
-    assert (len(first.train), len(first.test)) == (80, 20)
-    assert set(truths(first.train)).isdisjoint(truths(first.test))
-    assert truths(first.test) == truths(again.test) != truths(other.test)
-
-
 def test_a_question_is_on_one_side_with_all_of_its_rows(load: Any) -> None:
     breaks = (" ", "  ", "\n", "\t ")
     rows = [{"question": f"What is{gap}{i} + 1?{gap}", "answer": f"{i}"} for gap in breaks for i in range(50)]
@@ -221,3 +206,10 @@ def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypat
     assert (len(source.train), len(source.test)) == (2, 2)
     with pytest.raises(ConfigurationError, match="DATASET_TEST_SPLIT"):
         load("owner/name", dataset_test_split="exam")
+
+
+def test_columns_are_taken_by_name(load: Any) -> None:
+    rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
+    source = load(rows, prompt_column="q", ground_truth_column="a")
+    row = source.train.take([0])[0]
+    assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")

@@ -117,11 +117,6 @@ def test_the_digest_of_a_file_and_the_choice_of_its_rows_are_those_of_earlier_ru
     assert (source.train.content, source.test.numbers.tolist()) == ("d1637ea2f549efeb6911f47be77507e3", [3])
 
 
-def test_a_byte_order_mark_and_a_last_line_without_an_end_are_read(tmp_path: Path) -> None:
-    source = loaded(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + answered(1, 2, 3).rstrip("\n").encode())
-    assert source.rows == 3
-
-
 def test_a_file_that_changes_in_a_run_changes_no_prompt(tmp_path: Path) -> None:
     source = loaded(tmp_path / "rows.jsonl", answered(*range(10)))
     before = source.train.take([0, 1, 2])
@@ -160,12 +155,6 @@ def test_a_line_that_is_no_row_is_refused_with_its_place(tmp_path: Path) -> None
         assert f"DATASET '{tmp_path}/rows.jsonl'" in str(error.value)
         assert place in str(error.value)
         assert len(str(error.value)) < 400
-
-
-def test_a_row_of_many_shallow_lists_is_read(tmp_path: Path) -> None:
-    row = {"question": "q", "answer": "1", "tests": [[i, {"a": "]"}] for i in range(1000)]}
-    lines = [json.dumps(row | {"question": f"q{i}"}) for i in range(3)]
-    assert loaded(tmp_path / "rows.jsonl", "\n".join(lines)).rows == 3
 
 
 def test_a_full_disk_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
