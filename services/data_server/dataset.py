@@ -56,12 +56,6 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def render_all_if_few(self) -> None:
-        """Render the whole split where it is small, so that no request waits for it."""
-        if len(self) <= RENDERED_AT_START:
-            for start in range(0, len(self), _BATCH):
-                self.prefetch(range(start, min(start + _BATCH, len(self))))
-
     def record(self, place: int) -> Record | None:
         """Return the prompt at ``place`` without its epoch and position; None if it is refused."""
         self.prefetch([place])
@@ -194,7 +188,9 @@ def _catalogues(
         if rows.has_demonstrations and tokenizer is not None:
             of_rows = DemonstrationMaker(settings, maker, tokenizer)
         catalogue = catalogues[split] = Catalogue(name, split, rows, of_rows, source)
-        catalogue.render_all_if_few()
+        if len(rows) <= RENDERED_AT_START:
+            for start in range(0, len(rows), _BATCH):
+                catalogue.prefetch(range(start, min(start + _BATCH, len(rows))))
         if 0 < len(catalogue) == len(catalogue.refusals):
             raise ConfigurationError(
                 f"no {'row' if rows.has_demonstrations else 'prompt'} of DATASET {settings.dataset!r} can be used: "

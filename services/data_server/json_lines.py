@@ -15,18 +15,8 @@ import orjson
 import pyarrow as pa
 
 from services.core.errors import ConfigurationError
+from services.data_server import tables
 from services.data_server.settings import DataSettings
-from services.data_server.tables import (
-    CATEGORY,
-    COLUMN_SETTINGS,
-    EXACT,
-    ROW,
-    ReadTable,
-    bounded,
-    choose_columns,
-    on_disk,
-    row_columns,
-)
 from services.http.json_body import json_depth
 
 LARGEST_LINE = 64 * 2**20
@@ -38,7 +28,7 @@ _ROWS_A_BATCH = 4096
 _BATCH_CHARACTERS = 2**24
 
 
-def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable:
+def read_json_lines(path: Path, where: str, settings: DataSettings) -> tables.ReadTable:
     """Return a function that maps the question, answer and category of each row as text, and perhaps the line itself.
 
     The texts are in a temporary file, so that a change of ``path`` does not affect a run.
@@ -56,18 +46,20 @@ def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable
         names.update(dict.fromkeys(line.row))
     if not names:
         raise ConfigurationError(f"{where} has no rows; write a JSON object a line, with a question and an answer")
-    chosen = choose_columns(list(names), where, settings)
-    of_rows = row_columns(list(names), chosen, settings)
-    schema = pa.schema([(name, pa.string()) for name in [*chosen, *([ROW] if of_rows else [])]])
+    chosen = tables.choose_columns(list(names), where, settings)
+    of_rows = tables.row_columns(list(names), chosen, settings)
+    schema = pa.schema([(name, pa.string()) for name in [*chosen, *([tables.ROW] if of_rows else [])]])
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in _batches(json_rows(path, where)):
             columns = [_texts(batch, name, column, where) for name, column in chosen.items()]
             if of_rows:
-                columns.append(pa.array([bounded(line.text, settings.largest_row) for line in batch], pa.string()))
+                columns.append(
+                    pa.array([tables.bounded(line.text, settings.largest_row) for line in batch], pa.string())
+                )
             yield pa.record_batch(columns, schema)
 
-    return ReadTable(on_disk(batches(), schema, where), **of_rows)
+    return tables.ReadTable(tables.on_disk(batches(), schema, where), **of_rows)
 
 
 class Line(NamedTuple):
@@ -151,11 +143,13 @@ def _texts(batch: list[Line], name: str, column: str, where: str) -> pa.Array:
 
 
 def _json_text(value: Any, name: str) -> str:
-    if name == CATEGORY:
+    if name == tables.CATEGORY:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"holds {type(value).__name__}; set {COLUMN_SETTINGS[name]} to a column of text or numbers")
-    if isinstance(value, float) and not abs(value) < EXACT:
+        raise ValueError(
+            f"holds {type(value).__name__}; set {tables.COLUMN_SETTINGS[name]} to a column of text or numbers"
+        )
+    if isinstance(value, float) and not abs(value) < tables.EXACT:
         raise ValueError(
             f"has {value!r}: a number with a fraction or an exponent does not keep every digit from 2^53 on; write it "
             "as a whole number, or as text"

@@ -24,17 +24,9 @@ from importlib import metadata
 from ipaddress import ip_address
 from typing import Any
 
+import prometheus_client
 from fastapi import FastAPI
 from fastapi.responses import Response
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    REGISTRY,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.core import logs
@@ -52,7 +44,7 @@ MAX_BODY_SECONDS = 60.0
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 Stats = Mapping[str, Any]
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotation there
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotation there
 
 
 def version() -> str:
@@ -142,7 +134,10 @@ def _add_common_routes(
     @app.get("/metrics", tags=["common"], responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def get_metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            prometheus_client.generate_latest(prometheus_client.REGISTRY),
+            media_type=prometheus_client.CONTENT_TYPE_LATEST,
+        )
 
     @app.get("/stats", tags=["common"])
     async def get_stats() -> dict[str, Any]:
@@ -232,14 +227,14 @@ def _tune_garbage_collection() -> None:
     gc.set_threshold(2_000, 200, 50)
 
 
-REQUESTS = Counter("http_requests", "Requests answered.", ["service", "method", "route", "status"])
-DURATION = Histogram(
+REQUESTS = prometheus_client.Counter("http_requests", "Requests answered.", ["service", "method", "route", "status"])
+DURATION = prometheus_client.Histogram(
     "http_request_duration_seconds",
     "Time from a request's headers to the end of its response.",
     ["service", "route"],
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
 )
-IN_FLIGHT = Gauge("http_requests_in_flight", "Requests being answered.", ["service"])
+IN_FLIGHT = prometheus_client.Gauge("http_requests_in_flight", "Requests being answered.", ["service"])
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALWAYS_ANSWERED = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})

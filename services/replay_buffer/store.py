@@ -12,18 +12,8 @@ import numpy as np
 import orjson
 
 from services.http.problems import ProblemError
+from services.protocol import replay as wire
 from services.protocol.groups import Group, pack
-from services.protocol.replay import (
-    AddExperiencesReply,
-    AddGroupsReply,
-    FlatExperience,
-    SampleExperiencesRequest,
-    SampleGroupsRequest,
-    SampleStrategy,
-    SnapshotReply,
-    UpdatePrioritiesReply,
-    framed,
-)
 from services.replay_buffer.database import Database
 from services.replay_buffer.priority_index import PriorityIndex
 from services.replay_buffer.settings import ReplaySettings
@@ -107,14 +97,14 @@ class Store:
             self.load()
             raise
 
-    def add(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
+    def add(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> wire.AddGroupsReply:
         """Store the groups whose id is not known yet; without priorities they get the highest in the store."""
         with self.transaction():
             added = self.insert_new(groups, priorities)
             self.keep(added)
         self.counts["added"] += len(added)
         self.counts["duplicates"] += len(groups) - len(added)
-        return AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=len(self.groups))
+        return wire.AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=len(self.groups))
 
     def insert_new(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> list[Record]:
         """Write the contents of groups whose id is not known yet. The caller gives them a place."""
@@ -134,20 +124,20 @@ class Store:
         """Put groups into the store, from the queue or new. The oldest groups leave where the store is full."""
         self._append("store", self.groups, records, CAPACITY)
 
-    def add_experiences(self, experiences: Sequence[FlatExperience]) -> AddExperiencesReply:
+    def add_experiences(self, experiences: Sequence[wire.FlatExperience]) -> wire.AddExperiencesReply:
         """Store experiences without tokens. They have no id, so the same experience twice is two."""
         with self.transaction():
             records = [Record(self._insert(orjson.dumps(e.model_dump())), 0, _priority(e)) for e in experiences]
             self._append("experiences", self.experiences, records, EXPERIENCE_CAPACITY)
         self.counts["experiences_added"] += len(experiences)
-        return AddExperiencesReply(added=len(experiences), size=len(self.experiences))
+        return wire.AddExperiencesReply(added=len(experiences), size=len(self.experiences))
 
-    def sample(self, request: SampleGroupsRequest) -> bytes:
+    def sample(self, request: wire.SampleGroupsRequest) -> bytes:
         """Return a SampleGroupsReply as framed bytes."""
         rows = (self._find(group_id) for group_id in request.exclude)
         exclude = [position for place, _, position in filter(None, rows) if place == "store"]
         source = self._number(request.source) if request.source else None
-        if request.strategy is SampleStrategy.RECENCY:
+        if request.strategy is wire.SampleStrategy.RECENCY:
             draws = self.groups.newest(
                 request.batch_size, least_version=request.min_policy_version, exclude=exclude, source=source
             )
@@ -155,7 +145,7 @@ class Store:
             draws = self.groups.draw(
                 request.batch_size,
                 np.random.default_rng(request.seed),
-                exponent=request.exponent if request.strategy is SampleStrategy.PRIORITY else 0.0,
+                exponent=request.exponent if request.strategy is wire.SampleStrategy.PRIORITY else 0.0,
                 correction=request.correction,
                 least_version=request.min_policy_version,
                 exclude=exclude,
@@ -163,15 +153,15 @@ class Store:
             )
         self.counts["sampled"] += len(draws)
         weights = [{"priority": d.priority, "probability": d.probability, "weight": d.weight} for d in draws]
-        return framed({"draws": weights}, self.database.groups(draw.sequence for draw in draws))
+        return wire.framed({"draws": weights}, self.database.groups(draw.sequence for draw in draws))
 
-    def sample_experiences(self, request: SampleExperiencesRequest) -> bytes:
+    def sample_experiences(self, request: wire.SampleExperiencesRequest) -> bytes:
         """Return the JSON of a SampleExperiencesReply."""
         exponent = 1.0 if request.prioritized else 0.0
         draws = self.experiences.draw(request.batch_size, np.random.default_rng(request.seed), exponent=exponent)
         return b'{"experiences":[' + b",".join(self.database.contents(draw.sequence for draw in draws)) + b"]}"
 
-    def update_priorities(self, priorities: Mapping[str, float]) -> UpdatePrioritiesReply:
+    def update_priorities(self, priorities: Mapping[str, float]) -> wire.UpdatePrioritiesReply:
         """Set the priorities of groups in the store."""
         updated = 0
         with self.transaction():
@@ -184,7 +174,7 @@ class Store:
                         "UPDATE members SET priority = ? WHERE snapshot = 0 AND sequence = ?", (priority, sequence)
                     )
                     updated += 1
-        return UpdatePrioritiesReply(updated=updated, unknown=len(priorities) - updated)
+        return wire.UpdatePrioritiesReply(updated=updated, unknown=len(priorities) - updated)
 
     def delete(self, sequences: Iterable[int]) -> None:
         """Delete records from the database, and their contents unless a snapshot has them."""
@@ -216,7 +206,7 @@ class Store:
             self.counts["evicted"] += len(evicted)
 
 
-def _priority(experience: FlatExperience) -> float:
+def _priority(experience: wire.FlatExperience) -> float:
     """Return the experience's own ``priority`` if it has a valid one, else the size of its reward."""
     priority = (experience.model_extra or {}).get("priority")
     if isinstance(priority, int | float) and not isinstance(priority, bool) and 0 <= priority <= _HIGHEST_PRIORITY:
@@ -246,15 +236,15 @@ class Snapshots:
         """The labels of the snapshots, sorted."""
         return [label for (label,) in self._db.execute("SELECT label FROM snapshots WHERE id != 0 ORDER BY label")]
 
-    def save(self, label: str) -> SnapshotReply:
+    def save(self, label: str) -> wire.SnapshotReply:
         """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
         with self._store.transaction():
             self._delete(label)
             snapshot = self._db.execute("INSERT INTO snapshots (label) VALUES (?)", (label,)).lastrowid
             self._copy(0, snapshot)
-        return SnapshotReply(label=label, groups=self._groups(label))
+        return wire.SnapshotReply(label=label, groups=self._groups(label))
 
-    def restore(self, label: str) -> SnapshotReply:
+    def restore(self, label: str) -> wire.SnapshotReply:
         """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
 
         Raises:
@@ -273,14 +263,14 @@ class Snapshots:
                 "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
             )
         self._store.load()
-        return SnapshotReply(label=label, groups=self._groups(label))
+        return wire.SnapshotReply(label=label, groups=self._groups(label))
 
-    def drop(self, label: str) -> SnapshotReply:
+    def drop(self, label: str) -> wire.SnapshotReply:
         """Drop a snapshot, and the contents that were kept for it alone. A label without a snapshot has 0 groups."""
         groups = self._groups(label)
         with self._store.transaction():
             self._delete(label)
-        return SnapshotReply(label=label, groups=groups)
+        return wire.SnapshotReply(label=label, groups=groups)
 
     def _copy(self, source: int, target: int | None) -> None:
         names = {"source": source, "target": target, "newest": self._db.newest_sequence}
