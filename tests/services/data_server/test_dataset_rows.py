@@ -97,13 +97,6 @@ def test_training_rows_whose_question_a_given_split_holds_out_are_left_out_and_c
         load(rows, dataset_test=write_rows(tmp_path / "same.jsonl", rows))
 
 
-def test_examples_and_rewards_hold_out_the_same_questions(load: Any) -> None:
-    rows = [{"prompt": f"{i} + 1?", "completion": f"It is {i + 1}.", "answer": f"{i + 1}"} for i in range(40)]
-    learned, rewarded = (load(rows, dataset_held_out=0.25, method=method) for method in ("sft", "rl"))
-    assert learned.test.numbers.tolist() == rewarded.test.numbers.tolist()
-    assert (len(learned.train), len(learned.test)) == (30, 10)
-
-
 def test_rows_whose_visible_columns_differ_ask_different_questions(load: Any, tmp_path: Path) -> None:
     rows = [{"question": "Mend it.", "answer": f"{i}", "repository": f"r{i % 4}", "more": i} for i in range(8)]
     test = write_rows(tmp_path / "test.jsonl", [rows[1] | {"more": 9}])

@@ -81,15 +81,6 @@ def test_too_old_groups_are_dropped_and_counted(buffer: Any, group: Any) -> None
     assert parts.queue.enqueue([group("g1")], None).duplicates == 1
 
 
-def test_a_request_repeated_gets_the_lease_it_was_given(buffer: Any, group: Any) -> None:
-    parts = buffer()
-    parts.queue.enqueue([group(f"g{i}") for i in range(4)], None)
-    first = parts.lease(2, request_id="r")
-    assert parts.lease(2, request_id="r") == first
-    assert parts.lease(2, request_id="r", consumer="other")[1] == ["g2", "g3"]
-    assert buffer().lease(2, request_id="r") == first
-
-
 def test_leases_survive_a_restart_so_that_nothing_is_handed_out_twice(buffer: Any, group: Any, clock: Any) -> None:
     parts = buffer()
     parts.queue.enqueue([group(f"g{i}", version=i) for i in range(4)], [float(i) for i in range(4)])
@@ -140,16 +131,6 @@ def ask(admission: Admission, number: int, in_flight: int = 0, most: int = BATCH
             wait_seconds=5,
         )
     )
-
-
-def test_two_dozen_collectors_share_the_places_in_the_order_they_asked(admission: Admission) -> None:
-    asked = [ask(admission, number) for number in range(24)]
-    admission.admit(waiting=0, leased=0)
-    assert [asking.places for asking in asked] == [1] * BOUND + [0] * (24 - BOUND)
-    admission.finish("collector-3", 1)
-    admission.admit(waiting=0, leased=1)
-    assert asked[BOUND].places == 1, "it asked first of those that wait"
-    assert sum(admission.in_flight().values()) == BOUND
 
 
 def test_without_staleness_a_batch_is_begun_when_the_last_one_has_been_trained_on(admission: Admission) -> None:

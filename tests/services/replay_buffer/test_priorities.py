@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.replay_buffer.priority_index import PriorityIndex
+from services.replay_buffer.store import PriorityIndex
 
 priority = st.floats(0, 1e12, allow_nan=False)
 
@@ -82,17 +82,3 @@ def test_the_same_contents_and_seed_give_the_same_draws_after_other_changes() ->
     # Positions may have gaps.
     reloaded = PriorityIndex([(3 * i, i, 0, 0, value) for i, value in enumerate(values)])
     assert drawn(reloaded, 20, 5, 0.7) == before
-
-
-def test_rows_of_removed_records_are_used_again_and_the_order_stays() -> None:
-    index = PriorityIndex()
-    positions = []
-    for i in range(5000):
-        positions.append(index.add(i, 0, float(i)))
-        if len(index) > 700:
-            assert index.remove_oldest(1) == [i - 700]
-    assert positions == sorted(set(positions))
-    assert [draw.sequence for draw in index.newest(700)] == list(range(4999, 4299, -1))
-    index.set_priority(positions[4500], 1e9)
-    assert index.highest_priority() == 1e9
-    assert len(index._rows) < 3000
