@@ -137,17 +137,9 @@ class SyncEvaluationHeadClient:
         finally:
             self._runner.close()
 
-    def act(
-        self,
-        states: Sequence[State] = (),
-        *,
-        episodes: Sequence[EpisodePosition] | None = None,
-        finished: Sequence[FinishedEpisode] = (),
-        logprobs: bool = False,
-    ) -> EvaluateReply:
+    def act(self, states: Sequence[State] = (), **options: Any) -> EvaluateReply:
         """See EvaluationHeadClient."""
-        call = self._client.act(states, episodes=episodes, finished=finished, logprobs=logprobs)
-        return self._runner.run(call)
+        return self._runner.run(self._client.act(states, **options))
 
     def wait_healthy(self, deadline_seconds: float) -> None:
         """See HttpClient."""

@@ -31,8 +31,8 @@ from services.http.app import create_service_app
 from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError, refuse
 from services.http.server import has_left
+from services.protocol.chat import TOOLS
 from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
-from services.protocol.tools import TOOLS
 
 MAX_BODY_BYTES = 8 * 2**20
 """More than the text of a million tokens. Encoding a text takes time and memory in proportion to its length."""
