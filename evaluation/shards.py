@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.clients.play import Decision, Episode, Step
-from services.evaluation_head.policy import Policy
+from services.evaluation_head.policies import Policy
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, StateKind, StepStatus
 
 SEEDS = 2**31

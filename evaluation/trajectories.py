@@ -32,7 +32,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
 from services.core.settings import Settings
 from services.core.tasks import run_until_signal
-from services.evaluation_head.policy import Policy
+from services.evaluation_head.policies import Policy
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 from services.protocol.evaluation import EnvironmentInfo
