@@ -20,9 +20,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,19 +192,13 @@ def load(source: Source, device: torch.device) -> Loaded:
     return Loaded(spec, module, source, device)
 
 
-@dataclass(eq=False)
-class _Request:
-    """States that wait for decisions, and the decisions so far."""
+class _Request(NamedTuple):
+    """States of one client that wait for their decisions, at most as many as a batch has."""
 
-    rest: NDArray[np.float32]
-    """The states [count, *shape] that are in no batch yet."""
+    states: NDArray[np.float32]
+    """[count, *shape]"""
     done: asyncio.Future[list[Decision]]
-    arrived: float = field(default_factory=time.monotonic)
-    decisions: list[Decision] = field(default_factory=list)
-
-
-_Piece = tuple[_Request, NDArray[np.float32]]
-"""The states [count, *shape] of one request in a batch."""
+    arrived: float
 
 
 class TorchPolicy(Policy):
@@ -258,15 +252,18 @@ class TorchPolicy(Policy):
         rows = self._encode(states)
         rate = self.states / self._compute_seconds if self._compute_seconds else float(self._size)
         check_room(self._waiting, len(rows), retry_after=min(30, 1 + int(self._waiting / rate)))
-        request = _Request(rows, asyncio.get_running_loop().create_future())
-        self._queue.append(request)
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        parts = [rows[start : start + self._size] for start in range(0, len(rows), self._size)]
+        requests = [_Request(part, loop.create_future(), now) for part in parts]
+        self._queue.extend(requests)
         self._waiting += len(rows)
         self._came.set()
         try:
-            return await request.done
+            return list(itertools.chain(*await asyncio.gather(*(request.done for request in requests))))
         finally:
             # The states of a client that left are skipped.
-            request.done.cancel()
+            for request in requests:
+                request.done.cancel()
 
     def misfit(self, environment: EnvironmentInfo) -> str | None:
         """See Policy."""
@@ -339,9 +336,9 @@ class TorchPolicy(Policy):
                 async with asyncio.timeout(left):
                     await self._wait_for(min(self._size, max(self._together)))
             batch = self._next_batch()
-            size = sum(len(states) for _, states in batch)
-            if pieces := [(request, states) for request, states in batch if not request.done.done()]:
-                await self._decide(pieces)
+            size = sum(len(request.states) for request in batch)
+            if present := [request for request in batch if not request.done.done()]:
+                await self._decide(present)
             self._ended = time.monotonic()
             self._together.append(min(self._size, size + self._waiting))
 
@@ -351,26 +348,22 @@ class TorchPolicy(Policy):
             self._came.clear()
             await self._came.wait()
 
-    def _next_batch(self) -> list[_Piece]:
-        """Take the oldest states from the queue, as many as a batch may have."""
-        batch: list[_Piece] = []
-        room = min(self._size, self._waiting)
-        self._waiting -= room
-        while room:
-            request = self._queue[0]
-            states, request.rest = request.rest[:room], request.rest[room:]
-            batch.append((request, states))
-            room -= len(states)
-            if not len(request.rest):
-                self._queue.popleft()
+    def _next_batch(self) -> list[_Request]:
+        """Take the oldest requests from the queue, as many as fit into a batch."""
+        batch: list[_Request] = []
+        room = self._size
+        while self._queue and len(self._queue[0].states) <= room:
+            batch.append(self._queue.popleft())
+            room -= len(batch[-1].states)
+        self._waiting -= self._size - room
         return batch
 
-    async def _decide(self, batch: Sequence[_Piece]) -> None:
-        """Compute the decisions for one batch, and end the requests that have all of theirs or an error."""
+    async def _decide(self, batch: Sequence[_Request]) -> None:
+        """Compute the decisions for one batch; a request with a state that has none gets its error."""
         started = time.monotonic()
-        for request, _ in batch:
+        for request in batch:
             self._wait.observe(started - request.arrived)
-        states = np.concatenate([states for _, states in batch])
+        states = np.concatenate([request.states for request in batch])
         decisions: Sequence[Decision | PolicyFailedError]
         try:
             loop = asyncio.get_running_loop()
@@ -386,16 +379,15 @@ class TorchPolicy(Policy):
         self._batch.observe(len(states))
         self._seconds.observe(seconds)
         remaining = iter(decisions)
-        for request, part in batch:
-            own = list(itertools.islice(remaining, len(part)))
-            failed = next((decision for decision in own if isinstance(decision, PolicyFailedError)), None)
-            request.decisions += [decision for decision in own if isinstance(decision, Decision)]
+        for request in batch:
+            own = list(itertools.islice(remaining, len(request.states)))
+            made = [decision for decision in own if isinstance(decision, Decision)]
             if request.done.done():
                 continue
-            if failed is not None:
-                request.done.set_exception(failed)
-            elif not len(request.rest):
-                request.done.set_result(request.decisions)
+            if len(made) == len(own):
+                request.done.set_result(made)
+            else:
+                request.done.set_exception(next(one for one in own if isinstance(one, PolicyFailedError)))
 
 
 def _numbers(value: Any) -> NDArray[np.float64] | None:
