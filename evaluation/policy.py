@@ -1,8 +1,8 @@
 """``grpo evaluate-policy``: the returns of a policy in an environment.
 
-Environment servers play one episode for each seed with the actions of a policy that this command loads (``--policies``)
-or that a running head serves (``--eval-head-url``). A server that dies is started again and loses only its open
-episodes, which are played again. A killed command continues when it is repeated; see docs/evaluation_head.md.
+Environment servers play one episode for each seed with the actions of a policy that this command loads. A server that
+dies is started again and loses only its open episodes, which are played again. A killed command continues when it is
+repeated; see docs/evaluation_head.md.
 """
 
 from __future__ import annotations
@@ -13,43 +13,33 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
-from urllib.parse import urlsplit
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import typer
-from pydantic import BaseModel
 from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_on_workers, play_seeds
 from evaluation.identity import check_identity, locked_file, sha256_of, whole_lines
 from evaluation.metrics import bootstrap
 from services.clients.environment import ServedEpisode
-from services.clients.evaluation_head import EvaluationHeadClient
-from services.clients.play import Ask, Decision, Episode, NoActionError, Step
+from services.clients.play import Decision, Episode, NoActionError, Step
 from services.core import logs
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError
 from services.core.files import write_json
 from services.core.settings import Settings
 from services.core.tasks import run_until_signal
-from services.environment_server.settings import default_name
-from services.evaluation_head.policies import MAX_WAITING, PolicyFailedError
+from services.evaluation_head.policies import MAX_WAITING, Policy, PolicyFailedError
 from services.evaluation_head.settings import MAX_BATCH
-from services.http.client import RequestRefusedError
 from services.protocol.evaluation import EnvironmentInfo
 
 EPISODES = "episodes.jsonl"
 IDENTITY = "evaluation.json"
 RESULTS = "results.json"
-
-START_SECONDS = 30.0
-"""Longest wait for a head that starts."""
-ACTION_SECONDS = 120.0
-"""Longest wait for an action, while a head may restart."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +51,9 @@ class Options:
     workers: int
     seed: int
     save_to: Path
-    url: str | None = None
-    policies: str | None = None
+    policies: str
     policy: str | None = None
     episodes_at_once: int = 1
-
-
-class Player(NamedTuple):
-    """The policy that plays, of this command or of a head."""
-
-    name: str
-    identity: Mapping[str, str]
-    """Values that tell the policy from others of its name."""
-    ask: Ask[Episode]
-    """Returns a decision for each episode, and reports those that have ended."""
-    report: Callable[[Episode], None]
-    """Takes note of an episode that has ended."""
 
 
 @dataclass
@@ -94,13 +71,13 @@ class PlayedEpisode:
 class Recorder:
     """The episodes of a run by seed, and the file that keeps them as they end; see Play."""
 
-    def __init__(self, player: Player, file: BinaryIO) -> None:
+    def __init__(self, policy: Policy, file: BinaryIO) -> None:
         """Read the episodes of ``file``; a last line that a kill cut off is removed.
 
         Raises:
             ConfigurationError: the file does not hold episodes.
         """
-        self._player = player
+        self._policy = policy
         self._file = file
         self.episodes: dict[int, PlayedEpisode] = {}
         for number, line in enumerate(whole_lines(file), start=1):
@@ -122,7 +99,10 @@ class Recorder:
         began = time.monotonic()
         for episode in episodes:
             self._began.setdefault(episode, began)
-        decisions = await self._player.ask(episodes)
+        try:
+            decisions = await self._policy.act([episode.state for episode in episodes])
+        except PolicyFailedError as error:
+            raise NoActionError(error.detail) from error
         self.decision_seconds += [time.monotonic() - began] * len(episodes)
         return decisions
 
@@ -140,7 +120,6 @@ class Recorder:
         self.episodes[episode.seed] = played
         if isinstance(episode, ServedEpisode):
             self.by_server[episode.server.url] += 1
-        self._player.report(episode)
 
 
 def _in_order(versions: Iterable[int | None]) -> list[int | None]:
@@ -153,20 +132,21 @@ async def evaluate(options: Options, say: Callable[[str], None]) -> dict[str, An
     Raises:
         ConfigurationError: an option is wrong, policy and environment do not fit, or the directory holds another
             evaluation.
-        DependencyLostError: the head does not answer, or a worker died too often. Finished episodes are kept.
+        DependencyLostError: a worker died too often. Finished episodes are kept.
     """
     token = Settings.load().token
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(open_arena(options.environment, None, None))
-        player = await _open_player(options, place.info, token, stack)
+        policy, target = await _open_policy(options, place.info, stack)
         file = stack.enter_context(locked_file(options.save_to / EPISODES, "--save-to"))
-        recorder = Recorder(player, file)
+        recorder = Recorder(policy, file)
         check_identity(
             options.save_to / IDENTITY,
             {
-                "head": options.policies or str(options.url).rstrip("/"),
-                "policy": player.name,
-                **player.identity,
+                "policies": options.policies,
+                "policy": policy.name,
+                # The versions of a directory are in the episodes.
+                "sha256": sha256_of(target) if target.is_file() else None,
                 **{f"environment.{name}": value for name, value in place.info.model_dump(mode="json").items()},
             },
             is_used=bool(recorder.episodes),
@@ -175,14 +155,14 @@ async def evaluate(options: Options, say: Callable[[str], None]) -> dict[str, An
         )
         if recorder.episodes:
             say(f"{options.save_to} has {len(recorder.episodes)} episodes already, of {options.episodes} wanted")
-        results = await _play_missing(options, place, player, recorder, token)
+        results = await _play_missing(options, place, policy.name, recorder, token)
         os.fsync(file.fileno())
         write_json(options.save_to / RESULTS, results)
     return results
 
 
 async def _play_missing(
-    options: Options, place: OpenArena, player: Player, recorder: Recorder, token: str | None
+    options: Options, place: OpenArena, policy: str, recorder: Recorder, token: str | None
 ) -> dict[str, Any]:
     """Play the seeds that ``recorder`` lacks; return the results of all."""
     seeds = range(options.seed, options.seed + options.episodes)
@@ -193,8 +173,6 @@ async def _play_missing(
     async def play(arena: Any) -> None:
         at_once, there = options.episodes_at_once, OpenArena(place.info, arena)
         left_out.update(await play_seeds(there, missing, recorder, at_once=at_once, workers=max(count, 1)))
-        # The last reports.
-        await player.ask([])
 
     began = time.monotonic()
     processes = await play_on_workers(place.info.id, count, token, play) if count else {}
@@ -205,7 +183,7 @@ async def _play_missing(
         raise ConfigurationError(f"no episode ended: {next(iter(left_out.values()))}")
     return {
         "environment": options.environment,
-        "policy": player.name,
+        "policy": policy,
         "policy_versions": _in_order({version for episode in episodes for version in episode.versions}),
         "mean_return": bootstrap([episode.episode_return for episode in episodes]).model_dump(exclude={"prompts"}),
         "steps": sum(episode.steps for episode in episodes),
@@ -230,89 +208,27 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": 1000 * float(np.percentile(seconds, q)) for q in (50, 95, 99)} if seconds else {}
 
 
-async def _open_player(options: Options, info: EnvironmentInfo, token: str | None, stack: AsyncExitStack) -> Player:
-    """Open the policy that plays, until ``stack`` closes.
+async def _open_policy(options: Options, info: EnvironmentInfo, stack: AsyncExitStack) -> tuple[Policy, Path]:
+    """Open the policy that plays, until ``stack`` closes; return it and its target.
 
     Raises:
         ConfigurationError: there is no such policy, or it does not fit the environment.
     """
-    if (options.url is None) == (options.policies is None):
-        raise ConfigurationError(
-            "give either --eval-head-url, of a running head, or --policies, which this command loads"
-        )
     if info.seats > 1:
         raise ConfigurationError(f"{info.id} has {info.seats} seats; the policies here play those of one")
-    if options.url is not None:
-        return await _player_of_head(options.url, options.policy, info, token, stack)
     at_once = max(options.workers, 1) * options.episodes_at_once
     if at_once > MAX_WAITING:
         raise ConfigurationError(f"--workers and --episodes-at-once make {at_once} episodes; allowed are {MAX_WAITING}")
-    policies, targets = await open_policies(stack, str(options.policies), info, min(at_once, MAX_BATCH))
-    name = _chosen(options.policy, list(policies), "--policies")
-
-    async def ask(episodes: Sequence[Episode]) -> Sequence[Decision]:
-        try:
-            return await policies[name].act([episode.state for episode in episodes]) if episodes else []
-        except PolicyFailedError as error:
-            raise NoActionError(error.detail) from error
-
-    return Player(name, _digest_of(Path(targets[name])), ask, lambda _: None)
-
-
-def _digest_of(target: Path) -> dict[str, str]:
-    """Return the digest of a policy that is one file; the versions of a directory are in the episodes."""
-    return {"policy.sha256": sha256_of(target)} if target.is_file() else {}
-
-
-async def _player_of_head(
-    url: str, policy: str | None, info: EnvironmentInfo, token: str | None, stack: AsyncExitStack
-) -> Player:
-    """Open a policy of the head at ``url``, until ``stack`` closes.
-
-    Raises:
-        ConfigurationError: no head answers there, it does not take the token, or it has no such policy.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(f"--eval-head-url is {url!r}; needed is a URL such as http://127.0.0.1:8080")
-    # Two commands at one head have different names.
-    about = {"policy": policy, "server": f"{default_name()[:60]}-{os.getpid()}", "environment": info.id, "token": token}
-    head = await stack.enter_async_context(EvaluationHeadClient(url, **about, deadline=ACTION_SECONDS))
-    try:
-        stats = await head.call("GET", "/stats", HeadStats, deadline=START_SECONDS)
-    except (DependencyLostError, RequestRefusedError) as error:
-        raise ConfigurationError(f"--eval-head-url {url} gives no policies: {error}") from error
-
-    async def ask(episodes: Sequence[Episode]) -> Sequence[Decision]:
-        try:
-            return await head.ask(episodes)
-        except RequestRefusedError as error:
-            if error.status in (400, 422):
-                raise NoActionError(f"the head at {url} refuses: {error.detail}") from error
-            raise ConfigurationError(str(error)) from error
-
-    return Player(_chosen(policy, [one["name"] for one in stats.policies], f"the head at {url}"), {}, ask, head.report)
-
-
-def _chosen(policy: str | None, names: Sequence[str], where: str) -> str:
-    if policy is not None and policy not in names:
-        raise ConfigurationError(f"--policy is {policy!r}; {where} has {', '.join(names)}")
-    return policy or names[0]
-
-
-class HeadStats(BaseModel):
-    """The part of a head's GET /stats that this command reads."""
-
-    service: Literal["evaluation-head"]
-    policies: list[dict[str, Any]]
+    policies, targets = await open_policies(stack, options.policies, info, min(at_once, MAX_BATCH))
+    name = options.policy or next(iter(policies))
+    if name not in policies:
+        raise ConfigurationError(f"--policy is {name!r}; --policies has {', '.join(policies)}")
+    return policies[name], Path(targets[name])
 
 
 def main(
     save_to: Annotated[Path, Option(help="Directory of episodes and results. Resumes what is there.")],
-    eval_head_url: Annotated[str | None, Option(help="A head that runs, such as http://127.0.0.1:8080.")] = None,
-    policies: Annotated[
-        str | None, Option(help="Policies to load, as HEAD_POLICIES: name=target, with commas between.")
-    ] = None,
+    policies: Annotated[str, Option(help="Policies to load, as HEAD_POLICIES: name=target, with commas between.")],
     policy: Annotated[str | None, Option(help="The policy that plays; default the first.")] = None,
     environment: Annotated[str, Option(help="As ENVIRONMENT of an environment server.")] = "CartPole-v1",
     episodes: Annotated[int, Option(min=1, help="Episodes to play.")] = 100,
@@ -328,7 +244,7 @@ def main(
 ) -> None:
     """Play episodes of a policy and write returns, their mean and its interval to results.json."""
     logs.configure("evaluate_policy", "warning")
-    options = Options(environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, episodes_at_once)
+    options = Options(environment, episodes, workers, seed, save_to, policies, policy, episodes_at_once)
 
     async def work() -> None:
         _show(await evaluate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)

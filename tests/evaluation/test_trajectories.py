@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evaluation import episodes
-from evaluation.shards import lineups_of
-from evaluation.trajectories import METHOD, Options, bradley_terry, generate
+from evaluation.trajectories import METHOD, Options, bradley_terry, generate, lineups_of
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
