@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.evaluation_head.checkpoint import publish_policy
+from services.evaluation_head.torch_policy import publish_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 STATE = StateSpec(kind=StateKind.NUMBERS, shape=[4])

@@ -138,19 +138,14 @@ OnEnd = Callable[[PlayedEpisode], Awaitable[None]]
 
 
 async def play_at_once(
-    count: int,
-    is_text: bool,
+    sizes: Sequence[int],
     arena: Arena[PlayedEpisode],
     seeds: Seeds,
     ask: Ask[PlayedEpisode],
     on_end: OnEnd[PlayedEpisode],
     on_steps: OnSteps | None = None,
 ) -> None:
-    """Keep ``count`` episodes under way, until ``seeds`` returns none.
-
-    Conversations (``is_text``) take different times, so each is played alone. States of numbers share one batch.
-    """
-    sizes = [1] * count if is_text else [count]
+    """Play groups of these ``sizes`` at the same time, each at its own pace, until ``seeds`` returns none."""
     try:
         async with asyncio.TaskGroup() as group:
             for size in sizes:
