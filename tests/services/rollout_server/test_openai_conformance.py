@@ -11,14 +11,6 @@ from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS
 
 QUESTION = [{"role": "user", "content": "3+4="}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
 
 
 @pytest.fixture
@@ -52,14 +44,6 @@ def test_a_streamed_chat_completion_is_the_same_text(client: openai.OpenAI, serv
     assert reasons == [wanted.choices[0].finish_reason]
     several = client.chat.completions.create(**asked | {"temperature": 1}, n=3)
     assert sorted(choice.index for choice in several.choices) == [0, 1, 2]
-
-
-def test_tools_are_taken_and_an_answer_without_a_call_is_text(client: openai.OpenAI, server: Nodes) -> None:
-    reply = client.chat.completions.create(
-        model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0, tools=[TOOL]
-    )
-    assert not reply.choices[0].message.tool_calls
-    assert reply.choices[0].message.content is not None
 
 
 def test_a_text_completion_and_its_stream(client: openai.OpenAI, server: Nodes) -> None:
