@@ -108,7 +108,7 @@ test-sglang: $(VENV)/.test  ## the rollout tier against the real SGLang on this 
 test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's real server and controller, on a Kubernetes API that runs nothing; with kubectl, socat, nc, rsync
 	$(RUN) -m pytest tests/skypilot -m skypilot --require-all
 
-test-oracles: $(VENV)-oracles/.oracles $(MODEL)/config.json  ## the algorithm against the real verl and TRL, TRL's DPO on recorded groups, the evaluation against lm-eval and on Ray, which it installs: 1.7 GB
+test-oracles: $(VENV)-oracles/.oracles $(MODEL)/config.json  ## the algorithm against the real verl and TRL, the evaluation against lm-eval and on Ray, which it installs: 1.7 GB
 	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py tests/evaluation/test_lm_eval.py tests/evaluation/test_clusters.py tests/scripts/test_groups.py -m oracles --require-all
 
 test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import load
+from benchmarks import job, load
 from benchmarks.job import Job, running, say, with_gpus
 from benchmarks.load import Figure
 from benchmarks.results.__main__ import measurements
@@ -66,25 +67,26 @@ def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
         settings = settings | {"SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.3"}
     most = MOST_SECONDS.get(int(settings["MAX_STEPS"]), 60.0)
 
-    def is_late(job: Job) -> bool:
-        steps = job.steps()
+    def is_late(run: Job) -> bool:
+        steps = run.steps()
         return bool(steps) and time.time() - steps[0]["time"] > most
 
     with tempfile.TemporaryDirectory() as name:
         path = with_gpus(Path(name), "jobgroup.yaml", {"rollout-server": half, "ppo-trainer": half})
-        with running(Path(name), settings, path) as job:
+        with running(Path(name), settings, path) as run:
             try:
-                job.wait(lambda: is_late(job))
+                run.wait(lambda: is_late(run))
             finally:
                 ignored = shutil.ignore_patterns("policy", "checkpoints", "model", "replay")
-                shutil.copytree(job.run_dir, results, ignore=ignored, dirs_exist_ok=True)
-                shutil.copy(job.messages, results)
-        row = measurements(job, settings)
+                shutil.copytree(run.run_dir, results, ignore=ignored, dirs_exist_ok=True)
+                shutil.copy(run.messages, results)
+        row = measurements(run, settings)
     yield Figure("steps", len(row["rewards"]), "")
     yield Figure("reward, last step", row["rewards"][-1], "")
     for phase, seconds in row["figures"].items():
         yield Figure(phase, seconds, "s" if "seconds" in phase else "")
-    yield Figure("generated", sum(row["tokens"][1:]) / max(sum(row["seconds"][1:]), 1e-9), "tokens/s of a step")
+    tokens = statistics.median(row["tokens"][1:] or row["tokens"])
+    yield Figure("generated", tokens / row["figures"]["seconds_generate"], "tokens/s")
 
 
 def noted(of: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
@@ -102,7 +104,8 @@ def loads_of(args: argparse.Namespace, directory: str) -> load.Loads:
     models, lengths, steps, settings = [*MODELS], [*LENGTHS], (100, 10), GSM8K
     if args.quick:
         arithmetic.make(Path(directory))
-        models, lengths, steps, settings = [directory], [4], (2, 1), TINY | {"EVAL_PROMPTS": "2"}
+        models, lengths, steps, settings = [directory], [4], (2, 1), {**TINY, "EVAL_PROMPTS": "2"}
+        del settings["CUDA_VISIBLE_DEVICES"]
     counts = [count for count in COUNTS if count <= torch.cuda.device_count()] or [0]
     loads: dict[str, Callable[[], Iterator[Figure]]] = {}
     for model, length, count in product(models, lengths, counts):
@@ -127,6 +130,7 @@ def main() -> None:
     parser = load.parser("gpu", __doc__)
     parser.add_argument("--results", type=Path, default=Path("gpu-benchmark"), help="directory of the files to send")
     args = parser.parse_args()
+    job.end_in_order()
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU; see docs/gpus.md for drivers and images")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -29,7 +29,6 @@ from benchmarks.job import ROOT, say
 from services.core.machine import cores
 
 START_SECONDS = 120.0
-STDERR = 2
 JSON = "application/json"
 
 
@@ -63,7 +62,6 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 def measure(loads: Loads, args: argparse.Namespace) -> list[dict[str, object]]:
     """Measure all loads in turn; print a table of the medians with the least and the most, and return the rows."""
-    job.end_in_order()
     chosen = {name: load for name, load in loads.items() if args.only in name}
     values: dict[tuple[str, str, str], list[float]] = {}
     for number in range(1 if args.quick else args.rounds):
@@ -119,11 +117,12 @@ def running(name: str, **environment: str) -> Iterator[Service]:
     Raises:
         SystemExit: it did not become healthy.
     """
+    job.end_in_order()
     port, began = free_port(), time.monotonic()
     command = [sys.executable, "-m", f"services.{name}", "--host", "127.0.0.1", "--port", str(port)]
     variables = {**os.environ, "LOG_LEVEL": "warning", "JOBGROUP_TOKEN": "", **environment}
     # Standard output has tables only.
-    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=STDERR)
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=sys.stderr)
     try:
         while not _is_healthy(port):
             if process.poll() is not None or time.monotonic() - began > START_SECONDS:

@@ -38,6 +38,8 @@ from services.protocol.evaluation import Action, EnvironmentInfo, StateKind, Ste
 
 TRIES = 3
 """An episode that its environment or server loses is played again from the beginning, this often in all."""
+REFRESH_SECONDS = 5.0
+"""Time between two looks at the version of a model that a rollout server serves."""
 CONTACT_SECONDS = 10.0
 """Longest wait for the first answer of an environment server that runs already."""
 START_SECONDS = 300.0
@@ -294,4 +296,14 @@ async def open_policies(
     }
     if misfits := [why for policy in policies.values() if (why := policy.misfit(info))]:
         raise ConfigurationError("; ".join(misfits))
+    stack.callback(asyncio.create_task(_keep_fresh(list(policies.values()))).cancel)
     return policies, head.policies
+
+
+async def _keep_fresh(policies: Sequence[Policy]) -> None:
+    """Follow the versions of models that others serve. A version in a directory stays the one that was loaded."""
+    while True:
+        await asyncio.sleep(REFRESH_SECONDS)
+        for policy in policies:
+            if "file" not in policy.stats():
+                await policy.refresh()

@@ -185,8 +185,9 @@ def _engines(plan: Plan, model: str, directory: Path) -> tuple[TaskSpec, UrlEndp
         variables |= {"VLLM_API_KEY": plan.settings.token} if plan.settings.token else {}
     task = _task(plan, Task.ROLLOUT_SERVER, f"exec {command}", **variables)
     if plan.servers.starts in CLUSTERS:
-        # Started again it would have another address.
-        return replace(task, max_restarts_on_errors=0, recover_on_exit_codes=frozenset()), None
+        # Started again it would have another address. A local Ray shares out this machine's GPUs.
+        once = replace(task, max_restarts_on_errors=0, recover_on_exit_codes=frozenset())
+        return replace(once, gpus_per_node=gpus), None
     nodes_here = 1 if address else number
     return replace(task, num_nodes=nodes_here, gpus_per_node=gpus // nodes_here), address
 

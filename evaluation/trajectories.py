@@ -40,9 +40,6 @@ from services.protocol.evaluation import EnvironmentInfo
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 RESULTS = "results.json"
-REFRESH_SECONDS = 5.0
-"""Time between two looks at the version of a model that a rollout server serves."""
-
 
 METHOD = "Bradley-Terry on the Elo scale, mean 1500"
 PRIOR_WINS = 0.5
@@ -80,7 +77,6 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
             stack, options.policies, place.info, options.at_once, head_timeout_ms=0.0
         )
         _check_manifest(options, place.info, targets, policies)
-        stack.callback(asyncio.create_task(_keep_fresh(policies)).cancel)
         lineups = lineups_of(list(policies), place.info.seats)
         shards = list(
             shards_of(lineups, episodes=options.episodes, seed=options.seed, shard_episodes=options.shard_episodes)
@@ -132,7 +128,6 @@ async def _play(
     Raises:
         ConfigurationError: no episode ended.
     """
-
     started = time.monotonic()
     rows = Rows(place.info, shard, policies)
     left_out = await play_seeds(place, shard.seeds, rows, at_once=options.at_once)
@@ -145,15 +140,6 @@ async def _play(
         f"{shard.name} of {count}: {' against '.join(shard.lineup)}, {ended} episodes{lost}, "
         f"{steps} steps, {steps / (time.monotonic() - started):.0f} steps/s"
     )
-
-
-async def _keep_fresh(policies: Mapping[str, Policy]) -> None:
-    """Follow the versions of models that others serve. A version in a directory stays the one in the manifest."""
-    while True:
-        await asyncio.sleep(REFRESH_SECONDS)
-        for policy in policies.values():
-            if "file" not in policy.stats():
-                await policy.refresh()
 
 
 def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str, Any]:

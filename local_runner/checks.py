@@ -340,7 +340,7 @@ def _check_services(settings: TrainerSettings, group: JobGroup) -> None:
     if apart := [task.name for task in asking if is_colocated(task.environment) != settings.colocate]:
         raise ConfigurationError(
             f"{COLOCATE_VARIABLE} is {str(settings.colocate).lower()} for {Task.TRAINER.value}, but not for "
-            f"{' and '.join(apart)}, which would look for the engines elsewhere; give all of them the same value"
+            f"{' and '.join(apart)}; give all of them the same value"
         )
     if lacking := [task.value for task in settings.way.services if task not in tasks]:
         file = "agent" if lacking == [Task.GATEWAY.value] else "environment"

@@ -98,11 +98,8 @@ class Plan:
         """Yield sentences on settings that are allowed but probably a mistake."""
         for source, rows in self._rows.get("sources", {"": self._rows}).items() if self._has_own_rewards else ():
             if shadowed := rows.get("shadowed"):
-                yield (
-                    f"columns {', '.join(shadowed)} of {source or 'DATASET'} reach rewards only by `row`, as "
-                    f"row[{shadowed[0]!r}], because parameters of these names are something else; to get them by name, "
-                    "rename them"
-                )
+                names = f"columns {', '.join(shadowed)} of {source or 'DATASET'}"
+                yield f"{names} reach rewards only by `row`, as row[{shadowed[0]!r}]; rename them to get them by name"
         if (reward := self._settings.get("RewardSettings")) is not None:
             for source, own in reward.by_source().items():
                 if own.caution:
@@ -116,13 +113,9 @@ class Plan:
                 yield f"BATCH_SIZE is {batch}, but {train} rows are trained on: a batch has prompts more than once"
             prompts = self._trainer.eval_prompts
             if 0 < held_out < prompts and "eval_prompts" in self._trainer.model_fields_set:
-                yield (
-                    f"EVAL_PROMPTS is {prompts}, but {held_out} rows are held out; raise DATASET_HELD_OUT, or give "
-                    "DATASET_TEST"
-                )
+                yield f"EVAL_PROMPTS is {prompts}, but {held_out} rows are held out; raise DATASET_HELD_OUT"
             if steps < wanted:
-                plural = "s"[: steps > 1]
-                yield f"{train + held_out} rows, {held_out} held out: {steps} step{plural} of MAX_STEPS={wanted}"
+                yield f"{train + held_out} rows, {held_out} held out, are enough for {steps} of MAX_STEPS={wanted}"
         yield from self.reward_problems()
         yield from self._needs.get("notes", ())
 
@@ -144,9 +137,8 @@ class Plan:
             raise ConfigurationError(f"{self._run.run_dir} cannot be made in {made}; give another --shared-dir")
         for source, tried in self._tried.items():
             if tried["answers"] and len(tried["failures"]) == tried["answers"]:
-                raise ConfigurationError(
-                    f"no answer{f' of {source}' if source else ''} has a reward: {tried['failures'][0]}"
-                )
+                answers = f"answer of {source}" if source else "answer"
+                raise ConfigurationError(f"no {answers} has a reward: {tried['failures'][0]}")
         if refusal := self._needs.get("refusal"):
             raise ConfigurationError(refusal)
 
@@ -230,14 +222,10 @@ def reward_problem(tried: Mapping[str, Any]) -> str | None:
     if failures and not tried["answers"]:
         return f"no answer was tried, because {failures[0]}"
     if failures:
-        first = f"{len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}"
-        return f"{first}; let it give every answer a number"
+        return f"{len(failures)} of {tried['answers']} answers have no reward, the first with {failures[0]}"
     if rows and not any(len({reward for reward in row.values() if reward is not None}) > 1 for row in rows):
         truths = "a right, an empty and" if any(row.get("right") is not None for row in rows) else "an empty and"
-        return (
-            f"{truths} a senseless answer have the same reward at each of {len(rows)} prompts, and nothing can be "
-            "learned from equal rewards; correct it, unless a right answer is more than the ground truth"
-        )
+        return f"{truths} a senseless answer have the same reward at each of {len(rows)} prompts; make them differ"
     return None
 
 

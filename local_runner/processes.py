@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -39,33 +39,24 @@ GRACE_SECONDS = 5.0
 def marked(*prefixes: str) -> list[psutil.Process]:
     """Return the live processes marked with a prefix or below one, and their descendants, without this process."""
     below = tuple(f"{prefix}/" for prefix in prefixes)
-    processes: dict[int, psutil.Process] = {}
-    without_environment: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        try:
-            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            environment = process.environ()
-            if not environment:
-                without_environment.append(process)
-            elif _is_below(environment, below):
-                processes.update(_with_descendants(process))
-        except (psutil.Error, OSError):  # gone meanwhile, or another user's
-            continue
-    if without_environment:
-        # A process has no environment for a moment in the middle of an exec.
-        time.sleep(EXEC_SECONDS)
-    for process in without_environment:
-        with contextlib.suppress(psutil.Error, OSError):
-            if _is_below(process.environ(), below):
-                processes.update(_with_descendants(process))
-    return list(processes.values())
-
-
-def _is_below(environment: Mapping[str, str], below: tuple[str, ...]) -> bool:
-    return (environment.get(MARK, "") + "/").startswith(below)
+    found: dict[int, psutil.Process] = {}
+    candidates = [process for process in psutil.process_iter() if process.pid != os.getpid()]
+    while candidates:
+        without_environment = []
+        for process in candidates:
+            with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+                if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                environment = process.environ()
+                if f"{environment.get(MARK, '')}/".startswith(below):
+                    found.update(_with_descendants(process))
+                elif not environment:
+                    without_environment.append(process)
+        # A process has no environment for a moment in the middle of an exec; one may also have none for good.
+        candidates = without_environment if len(without_environment) < len(candidates) else []
+        if candidates:
+            time.sleep(EXEC_SECONDS)
+    return list(found.values())
 
 
 def _with_descendants(process: psutil.Process) -> dict[int, psutil.Process]:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,8 +76,8 @@ def main(
     backend: Annotated[Backend, Option(help="What serves the model on this machine.")] = Backend.ROLLOUT,
     num_servers: Annotated[Number, Option(min=1, help="Servers to start; default 1.")] = None,
     check: Annotated[bool, Option("--check", help=CHECK)] = False,
-    url: Annotated[Text, Option(help="A running router or engine, such as http://127.0.0.1:30000.")] = None,
-    endpoint: Annotated[Text, Option(help="Any OpenAI-compatible server, as http://127.0.0.1:8000/v1.")] = None,
+    url: Annotated[Texts, Option(help="A running router or engine, such as http://127.0.0.1:30000.")] = None,
+    endpoint: Annotated[Texts, Option(help="Any OpenAI-compatible server, as http://127.0.0.1:8000/v1.")] = None,
     api: Annotated[Api | None, Option(help=API)] = None,
     api_key_env: Annotated[Text, Option(help="The variable that has the key of --endpoint.")] = None,
     reward_url: Annotated[Text, Option(help="A running reward-server; by default this command starts one.")] = None,
@@ -93,21 +93,33 @@ def main(
     dry_run: Annotated[bool, Option("--dry-run", hidden=True, callback=_refuse)] = False,
 ) -> None:
     """Evaluate checkpoints. Writes results.json and samples.jsonl."""
-    options = context.params
-    variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-    variables |= {} if dataset is None else {"DATASET": dataset}
+    raise typer.Exit(_evaluate(context.params))
+
+
+def _evaluate(options: Mapping[str, Any]) -> int:
+    """Evaluate as the options of the command line say; return the exit code."""
+    variables = spec.env_files(options["env_file"] or []) | spec.assignments(options["env"] or [], "--env")
+    variables |= {} if options["dataset"] is None else {"DATASET": options["dataset"]}
     os.environ.update(variables)
     settings = _settings(options)
-    servers = ServerOptions(**{name: options[name] for name in ServerOptions.__dataclass_fields__})
+    given = {name: options[name] for name in ServerOptions.__dataclass_fields__}
+    servers = ServerOptions(**given | {name: _one(name, given[name] or []) for name in ("url", "endpoint")})
     logs.configure("evaluate", "warning")
-    run_dir = run_directory(run, is_named=bool(model or url or endpoint))
+    models = options["model"] or []
+    run_dir = run_directory(options["run"], is_named=bool(models or servers.url or servers.endpoint))
     with tempfile.TemporaryDirectory(prefix="check-") as scratch:
-        output = Path(scratch) if check else output
-        plan = Plan(settings, models=model or [], run_dir=run_dir, servers=servers, output=output, variables=variables)
+        output = Path(scratch) if options["check"] else options["output"]
+        plan = Plan(settings, models=models, run_dir=run_dir, servers=servers, output=output, variables=variables)
         code = _run(plan)
-        if check and not code:
+        if options["check"] and not code:
             _show_samples(plan.output)
-    raise typer.Exit(code)
+    return code
+
+
+def _one(name: str, addresses: Sequence[str]) -> str | None:
+    if len(addresses) > 1:
+        raise ConfigurationError(f"--{name} is given {len(addresses)} times; give the address of a router before them")
+    return addresses[0] if addresses else None
 
 
 def _settings(options: Mapping[str, Any]) -> EvaluationSettings:

@@ -19,11 +19,12 @@ from trainer.algorithm.loss import CLIP_FRACTIONS, Diagnostics, PolicyLoss, Step
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.policy_losses import CAPS
 from trainer.algorithm.training_groups import PerToken
+from trainer.checkpoints.state import Computation
 from trainer.model.learner import Learner
 from trainer.model.micro_batching import part_order, unknown_ids
 from trainer.model.ranks import Ranks
-from trainer.recompute import Difference, Recomputation, Taken, checkpoints, computation
-from trainer.reporting.group_records import Computation
+from trainer.rank_calls import computation
+from trainer.recompute import Difference, Recomputation, Taken, checkpoints
 from trainer.reporting.samples import SampleRecords
 
 RATIOS, CONTEXT = 12, 24

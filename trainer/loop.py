@@ -27,8 +27,7 @@ from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
 from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher
-from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError
-from trainer.recompute import computation
+from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError, computation
 from trainer.reporting.profiles import StepProfile
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus

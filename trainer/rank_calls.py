@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import transformers
 
 from services.core.errors import ComponentError, ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -20,12 +21,13 @@ from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
 from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import Computation, RunState
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.kernels import KeptKernels
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
+from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks, error_of
 from trainer.model.rounding import Rounding, UnbiasedRounding
 from trainer.model.saving import DiskFullError, save_pretrained
@@ -73,6 +75,22 @@ def update_models(
         stop = None if result.steps else should_stop
         result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
     return result
+
+
+def computation(policy: Policy, ranks: Ranks) -> Computation:
+    """Return what a policy is computed with."""
+    compute, is_cuda = policy.compute, ranks.device.type == "cuda"
+    assert compute is not None, "load_policy sets it"
+    return Computation(
+        ranks=ranks.world_size,
+        replicas=ranks.mesh.size(0) if ranks.mesh.ndim > 1 else 1,
+        device=ranks.device.type,
+        processor=torch.cuda.get_device_name(ranks.device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        compute_type=str(compute.compute_type),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
 
 
 @dataclass

@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 import torch
-import transformers
 from pydantic_settings import PydanticBaseSettingsSource
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,32 +30,16 @@ from trainer.config.sections import (
 )
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
-from trainer.model.policy import Policy, load_policy
+from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.teachers import load_teachers
 from trainer.rank_calls import update_models
-from trainer.reporting.group_records import Computation, GroupRecords, StepHead
+from trainer.reporting.group_records import GroupRecords, StepHead
 
 _SECTIONS = (AlgorithmSection, CriticSection, DistillationSection, MemorySection, OptimisationSection, SamplingSection)
 _FIELDS = {name for section in _SECTIONS for name in section.model_fields} - Settings.model_fields.keys()
 NUMBERS = {"model_name", "seed", "sources"} | _FIELDS
 """The settings on which the numbers of an update depend."""
-
-
-def computation(policy: Policy, ranks: Ranks) -> Computation:
-    """Return what a policy is computed with."""
-    compute, is_cuda = policy.compute, ranks.device.type == "cuda"
-    assert compute is not None, "load_policy sets it"
-    return Computation(
-        ranks=ranks.world_size,
-        replicas=ranks.mesh.size(0) if ranks.mesh.ndim > 1 else 1,
-        device=ranks.device.type,
-        processor=torch.cuda.get_device_name(ranks.device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
-        threads=torch.get_num_threads(),
-        compute_type=str(compute.compute_type),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-    )
 
 
 @dataclass

@@ -127,6 +127,7 @@ CORRECTIONS: dict[str, Settings] = {
     **{f", weights up to {cap}": {"IMPORTANCE_CAP": cap} for cap in ("1", "3", "5")},
     **{f", KL up to {bound}": {"OFF_POLICY_MAX_KL": bound} for bound in ("0.1", "0.5")},
 }
+RISING = ("5e-4", "2e-3", "4e-3")
 STALE = {f"staleness 4{name}": asynchronous(4, settings) for name, settings in CORRECTIONS.items()}
 
 REPLAY: dict[str, Settings] = {"no replay": {}} | {
@@ -285,9 +286,7 @@ TRANSPORTS = {
 EXPERIMENTS: Mapping[str, list[Run]] = {
     "equal_ways": runs("tiny", TINY, range(5), TINY_WAYS),
     "equal_ways_demo": runs("demo", DEMO, range(3), DEMO_WAYS),
-    "staleness": [
-        *(run for rate in ("5e-4", "2e-3", "4e-3") for run in runs(f"learning rate {rate}", at(rate), range(5), STALE))
-    ],
+    "staleness": [run for rate in RISING for run in runs(f"learning rate {rate}", at(rate), range(5), STALE)],
     "replay": [
         *runs("tiny", TINY, range(5), REPLAY | SHORTER),
         *runs("tiny, learning rate 2e-3", at("2e-3"), range(5), REPLAY | SHORTER),

@@ -205,11 +205,15 @@ class SourcesSettings(Settings):
     def without_sources(self, **own: Any) -> Self:
         """Return the run's settings, replaced by ``own``, as those of a run without SOURCES.
 
-        What nothing has set stays unset, and what the choices of ``own`` do not read is not inherited.
+        What nothing has set stays unset, as does what ``own`` has as an empty text. What the choices of ``own`` do not
+        read is not inherited, nor what describes another dataset.
         """
-        names = {*self.model_fields_set, "run_id"} - self.unread(lambda name: own.get(name, getattr(self, name))).keys()
-        values = {name: getattr(self, name) for name in names} | own | {"sources": None}
-        return type(self)(_env_prefix="no variable has this prefix ", **values)
+        left = {"sources", *self.unread(lambda name: own.get(name, getattr(self, name)))}
+        if "dataset" in own:
+            left |= {"dataset_config", "dataset_test"}
+        inherited = {name: getattr(self, name) for name in {*self.model_fields_set, "run_id"} - left - own.keys()}
+        given = {name: value for name, value in own.items() if value != ""}
+        return type(self)(_env_prefix="no variable has this prefix ", **inherited, **given)
 
     def _of(self, source: Source) -> Self:
         own = {name: value for name, value in source.settings.items() if name in type(self).model_fields}

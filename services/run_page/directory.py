@@ -123,7 +123,7 @@ class Run:
 
     @property
     def outcome(self) -> dict[str, Any]:
-        """How the run ended, as its local runner recorded it: exit_code, reason, seconds, restarts, failed."""
+        """The end of the run as its local runner recorded it: exit_code, reason, seconds, restarts, failed."""
         return read_object(self.path / OUTCOME)
 
     @property
@@ -185,7 +185,7 @@ class Run:
 
     @property
     def error(self) -> str | None:
-        """Why the run failed: the outcome, and the error of the node that failed; None for a run that did not fail.
+        """The reason of a failure: the outcome, and the error of the node that failed; None without a failure.
 
         Without a record of a local runner, the trainer's summary tells it.
         """
@@ -325,11 +325,12 @@ class Run:
         except OSError:
             return ""
 
-    def overview(self, state: str | None = None) -> RunOverview:
+    def overview(self, state: str | None = None, *, is_alone: bool = True) -> RunOverview:
         """Return what a page shows of the run; a damaged file counts as empty and is named.
 
         Args:
             state: the state of a run whose own process asks; None: that of its files.
+            is_alone: whether the page shows this run alone, with the advice on it, for which all steps are read.
         """
         damaged: list[str] = []
 
@@ -341,7 +342,7 @@ class Run:
                 return None
 
         try:
-            hint = self.advice()
+            hint = self.advice() if is_alone else None
         except (ValueError, OSError):  # the page counts the lines that cannot be read
             hint = None
         return RunOverview(

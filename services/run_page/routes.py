@@ -68,7 +68,7 @@ def add_run_page(app: FastAPI, runs: Sequence[Run], *, asks_token: bool, now: No
 def _add_runs(app: FastAPI, runs: Sequence[Run], now: Now | None) -> None:
     def overviews() -> list[RunOverview]:
         live = None if now is None else "succeeded" if now()["phase"] == "finished" else "running"
-        return [run.overview(live) for run in runs]
+        return [run.overview(live, is_alone=len(runs) == 1) for run in runs]
 
     @app.get("/api/runs", tags=["run page"])
     async def get_runs() -> RunsReply:

@@ -62,6 +62,7 @@ SOURCES = """
 - name: sums
   ratio: 5
   dataset: arithmetic
+  dataset_config: {template: "{a}{op}{b}="}
   rollout: completion
   # What the game teaches, too, so that few steps suffice.
   reward_fn: tests.e2e.rewards:odd_length
@@ -74,6 +75,7 @@ SOURCES = """
 - name: moods
   ratio: 1
   dataset: arithmetic
+  dataset_config: {template: "{a}{op}{b}="}
   rollout: agent
   agent: tests.e2e.agents:moody
   group_size: 4
@@ -137,6 +139,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, has_boxes: bool) -> dict[
     sources.write_text(SOURCES + (PROGRAMS.format(rows=rows) if has_boxes else ""))
     return {
         "SOURCES": str(sources),
+        "DATASET_CONFIG": "",
         "MAX_STEPS": str(STEPS),
         "BATCH_SIZE": str(BATCH),
         "GROUP_SIZE": str(GROUP),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -17,9 +16,9 @@ import pytest
 from evaluation.evaluation import ScoringLostError
 from evaluation.samples import Kind
 from services.agents import AgentFailedError, load_agent
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError
 from services.programs import Program
-from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult
 from services.relay import Relay
 from tests.evaluation.agent_play import PROMPT, SETTINGS, Ground, call
 from tests.pages import ROOT, blocks
@@ -202,18 +201,6 @@ async def test_an_agent_that_does_not_end_is_ended_and_wrong_once_the_model_has_
     assert "more than 5 s" in str(sample.result.reason)
 
 
-async def test_an_episode_whose_last_call_no_engine_answered_is_not_wrong(ground: Ground) -> None:
-    async def forgiving(example: Any, **given: Any) -> float:
-        await ask(example, **given)
-        ground.engine.troubles = [503] * 1000
-        with contextlib.suppress(openai.APIError):
-            await ask(example, **given, user="again")
-        return 0.0
-
-    with pytest.raises(DependencyLostError, match="no engine answered the last call"):
-        await ground.play(forgiving, ["hm"], settings=settings(agent_seconds=1))
-
-
 async def loop(example: Any, **given: Any) -> None:
     for number in range(100):
         await ask(example, **given, user=str(number))
@@ -243,33 +230,6 @@ async def test_an_episode_has_the_limits_of_training(
     sample = await ground.play(catches, [long, "a longer answer than there is room for"], settings=limited)
     assert sample.result is not None
     assert (sample.result.reward, sample.turns) == (0.5, 2)
-
-
-async def test_an_answer_that_was_cut_off_is_wrong_also_where_the_agents_client_fails_over_it(ground: Ground) -> None:
-    async def strict(example: Any, **given: Any) -> float:
-        await ask(example, **given)
-        raise ValueError("the answer is incomplete")
-
-    sample = await ground.play(strict, ["a longer answer than there is room for"], settings=settings(max_new_tokens=3))
-    assert (sample.is_correct, sample.is_over_limit, sample.finish_reason) == (False, True, FinishReason.LENGTH)
-    with pytest.raises(AgentFailedError, match="the answer is incomplete"):
-        await ground.play(strict, ["hm"], settings=settings(max_new_tokens=5))
-
-
-@pytest.mark.parametrize(
-    ("status", "is_correct"),
-    [(RewardStatus.OVER_LIMIT, False), (RewardStatus.TIMEOUT, None), (RewardStatus.ERROR, None)],
-)
-async def test_an_answer_without_a_reward_is_wrong_only_if_it_exceeded_a_limit(
-    ground: Ground, status: RewardStatus, is_correct: bool | None
-) -> None:
-    async def cannot(items: list[RewardItem]) -> list[RewardResult]:
-        return [RewardResult(reward=None, status=status, reason="no reward") for _ in items]
-
-    sample = await ground.play(chat, ["42"], scorer=cannot)
-    assert sample.result is not None
-    assert (sample.result.reward, sample.result.status) == (None, status)
-    assert sample.is_correct is is_correct
 
 
 async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(ground: Ground) -> None:

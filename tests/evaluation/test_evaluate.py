@@ -157,7 +157,7 @@ def test_each_source_is_asked_whole_and_counts_the_same(
     (tmp_path / "leveled.py").write_text("def never(response, level):\n    return 1.0 - (level > 0)\n")
     (tmp_path / "doubles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mix.yaml").write_text(
-        "- {name: sums, dataset: arithmetic}\n"
+        "- {name: sums}\n"
         f"- {{name: doubles, dataset: {tmp_path}/doubles.jsonl, eval_only: true, "
         'reward_fn: "leveled:never", max_new_tokens: 2}\n'
         "- {name: game, dataset: seeds, rollout: environment, environment: guessing}\n"
@@ -228,6 +228,7 @@ REFUSED = [
     (["--workflow", "agent", "--url", "https://a.example"], "http://host:port"),
     (["--allocation", "d2t2"], "--num-servers"),
     (["--discover", "eval-"], "--url"),
+    (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"], "--url is given 2 times"),
     (["--dry-run"], "srun"),
     (["--url", "nonsense:port"], "nonsense:port"),
     (["--stop", "Q:", "--workflow", "agent"], "stop"),

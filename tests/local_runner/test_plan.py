@@ -157,7 +157,7 @@ def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: 
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        ({"DATASET": "three.jsonl", "MAX_STEPS": 2}, "3 rows, 1 held out: 1 step of MAX_STEPS=2"),
+        ({"DATASET": "three.jsonl", "MAX_STEPS": 2}, "3 rows, 1 held out, are enough for 1 of MAX_STEPS=2"),
         ({"DATASET": "three.jsonl", "EVAL_PROMPTS": 2}, "EVAL_PROMPTS is 2, but 1 rows are held out"),
         ({"DATASET": "arithmetic", "LEARNING_RATE": 20}, "LEARNING_RATE=20 is far above"),
         ({"DATASET": "three.jsonl"}, "BATCH_SIZE is 4, but 2 rows are trained on"),

@@ -15,6 +15,22 @@ from trainer.config import TrainerSettings
 log = get_logger(__name__)
 
 
+class Computation(BaseModel):
+    """The machine and the packages that computed a step: with others, its last bits may differ."""
+
+    ranks: int
+    replicas: int
+    """Copies of the sharded state."""
+    device: str
+    processor: str
+    """The instructions that torch uses of a CPU, or the name of the GPU."""
+    threads: int
+    """Threads of a rank."""
+    compute_type: str
+    torch: str
+    transformers: str
+
+
 class RunState(BaseModel):
     """The state of a run besides its weights and optimizer."""
 

@@ -27,6 +27,7 @@ from services.protocol.groups import (
     unpack,
     unpack_sequences,
 )
+from trainer.checkpoints.state import Computation
 from trainer.config import TrainerSettings
 
 if TYPE_CHECKING:  # for its name only: readers of records have no torch
@@ -49,22 +50,6 @@ class Entry(BaseModel):
     is_replayed: bool
     step: int | None = None
     """The earlier step whose file has the group; None where the step's own file has it."""
-
-
-class Computation(BaseModel):
-    """The machine and the packages that computed a step: with others, its last bits may differ."""
-
-    ranks: int
-    replicas: int
-    """Copies of the sharded state."""
-    device: str
-    processor: str
-    """The instructions that torch uses of a CPU, or the name of the GPU."""
-    threads: int
-    """Threads of a rank."""
-    compute_type: str
-    torch: str
-    transformers: str
 
 
 class StepHead(BaseModel):

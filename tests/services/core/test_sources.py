@@ -11,6 +11,7 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.core.settings import SourcesSettings
 from services.core.sources import Schedule, load_sources
+from services.data_server.settings import DataSettings
 
 
 @pytest.fixture
@@ -128,3 +129,10 @@ def test_a_copy_of_the_settings_needs_the_file_no_more(write):
     copy = settings.model_copy(update={"log_level": "debug"})
     assert list(copy.by_source()) == ["a", "b"]
     assert copy.schedule.counts(0, 5) == {"a": 5}, "b is evaluated only"
+
+
+def test_a_source_with_its_own_dataset_inherits_nothing_that_describes_another(write):
+    settings = DataSettings.load(dataset_config="{}", sources=write("- name: a\n  dataset: seeds\n- name: b\n"))
+    assert {name: own.dataset_config for name, own in settings.by_source().items()} == {"a": None, "b": "{}"}
+    with pytest.raises(ConfigurationError, match="DATASET_CONFIG"):
+        DataSettings.load(dataset_config="{}", sources=write("- name: a\n  dataset: seeds\n"))

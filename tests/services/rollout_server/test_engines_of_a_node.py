@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -98,6 +99,7 @@ class NumberPolicy:
     def __init__(self) -> None:
         self.number = 0
         self.model = nn.Module()
+        self.masters = SimpleNamespace(rounding=None)
 
     def full_parameters(self, rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
         yield "first", torch.full((2, 3), self.number, dtype=rounding.dtype)
@@ -125,6 +127,7 @@ def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         run_id="test",
         jobgroup_token=TOKEN,
         publish_transport=Transport.BROADCAST,
+        publish_type="float32",
     )
     policy = NumberPolicy()
     with join_ranks() as ranks, ServiceThread() as thread:

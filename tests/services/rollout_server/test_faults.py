@@ -26,7 +26,7 @@ PROXIES = dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY",
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNodes]:
     """Two nodes that the tests below share, since each leaves them well again."""
     directory = tmp_path_factory.mktemp("nodes")
-    nodes = fake_nodes(directory, 2, SERVICE_DEADLINE_SECONDS="15", ROLLOUT_MAX_RESTARTS="50", NO_PROXY="", **PROXIES)
+    nodes = fake_nodes(directory, 2, SERVICE_DEADLINE_SECONDS="60", ROLLOUT_MAX_RESTARTS="50", NO_PROXY="", **PROXIES)
     try:
         yield nodes.start_all()
         processes = nodes.all_processes()

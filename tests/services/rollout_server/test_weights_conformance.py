@@ -227,7 +227,9 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: Engine, other_mo
         return join_weights_group("127.0.0.1", port, 0, 2, name, "gloo", IDLE_SECONDS)
 
     def send(names: list[str]) -> None:
-        send_buckets([[weights[name].contiguous() for name in names]], torch.device("cpu"), group, IDLE_SECONDS)
+        send_buckets(
+            [[weights[name].contiguous() for name in names]], torch.device("cpu"), group, IDLE_SECONDS, flattens=True
+        )
 
     group, _ = await asyncio.gather(asyncio.to_thread(join), worker.join_group("127.0.0.1", port, 1, 2, name, "gloo"))
     try:

@@ -15,9 +15,10 @@ from services.core.errors import ConfigurationError
 from services.protocol.groups import Group
 from tests.sequences import make_group, trained_sequence
 from trainer.algorithm.packing import TrainingGroup
+from trainer.checkpoints.state import Computation
 from trainer.config import TrainerSettings
 from trainer.reporting import group_records
-from trainer.reporting.group_records import Computation, GroupRecorder, GroupRecords
+from trainer.reporting.group_records import GroupRecorder, GroupRecords
 
 BATCH = 3
 LAST = 20
