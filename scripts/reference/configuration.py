@@ -16,21 +16,22 @@ TARGET = ROOT / "docs" / "configuration.md"
 
 
 def tables() -> str:
-    """Return the tables of all components and sections of settings."""
-    parts = ["## All components\n", _table(Settings.model_fields, Settings)]
+    """Return the tables of all components and sections of settings; what several share is explained once."""
+    explained: set[str] = set()
+    parts = ["## All components\n", _table(Settings.model_fields, Settings, explained)]
     for reader in READERS:
         settings = reader.settings_class()
         parts.append(f"## {reader.heading}\n")
         # A class without fields of its own is made of sections.
         if settings.__annotations__:
-            parts.append(_table(_own_fields(settings), settings))
+            parts.append(_table(_own_fields(settings), settings, explained))
             continue
         for section in settings.__bases__:
             assert issubclass(section, Settings)
             parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
             if read_with := vars(section).get("read_with"):
                 parts.append(f"Read with `{read_with}` alone.\n")
-            parts.append(_table(_own_fields(section), section))
+            parts.append(_table(_own_fields(section), section, explained))
     return "\n".join(parts)
 
 
@@ -38,8 +39,11 @@ def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
     return {name: field for name, field in settings.model_fields.items() if name not in Settings.model_fields}
 
 
-def _table(fields: dict[str, FieldInfo], settings: type[Settings]) -> str:
-    """Return the table of fields of a class, and a second one of those whose text ends with ADVANCED."""
+def _table(fields: dict[str, FieldInfo], settings: type[Settings], explained: set[str]) -> str:
+    """Return the table of fields of a class, and a second one of those whose text ends with ADVANCED.
+
+    Rows that are in ``explained`` already are listed by name alone; the others are added to it.
+    """
     meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
     of_all = vars(settings).get("read_with")
     for name, choices in settings.choices().items():
@@ -48,17 +52,21 @@ def _table(fields: dict[str, FieldInfo], settings: type[Settings]) -> str:
             meanings[name] = (
                 f"{text} Read with {' and '.join(own)} alone. {ADVANCED * meanings[name].endswith(ADVANCED)}"
             )
+    rows = {
+        name: f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
+        for name, field in fields.items()
+    }
+    shared = [f"`{name.upper()}`" for name, row in rows.items() if row in explained]
     usual, advanced = (
-        [
-            f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
-            for name, field in fields.items()
-            if meanings[name].endswith(ADVANCED) is is_advanced
-        ]
+        [row for name, row in rows.items() if row not in explained and meanings[name].endswith(ADVANCED) is is_advanced]
         for is_advanced in (False, True)
     )
+    explained.update(rows.values())
     lines = ["| variable | default | meaning |", "|---|---|---|", *usual, ""] if usual else []
     if advanced:
         lines += ["Advanced:\n", "| variable | default | meaning |", "|---|---|---|", *advanced, ""]
+    if shared:
+        lines += [f"Also, as above: {', '.join(shared)}.", ""]
     return "\n".join(lines)
 
 

@@ -39,13 +39,16 @@ def exported() -> dict[str, Exported]:
 
 
 def tables() -> str:
-    """Return the tables of metrics and of the columns of metrics.jsonl, with the metric of each."""
+    """Return the tables of metrics with their labels, and of the columns of metrics.jsonl with the metric of each."""
     from trainer.reporting.metrics import DERIVED, MEASURES, NAMED
 
-    lines = ["## All metrics", "", "| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    of_columns = {measure.name for measure in MEASURES}
+    lines = ["## All metrics", "", "| metric | meaning |", "|---|---|"]
     for name, metric in exported().items():
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
+        if name not in of_columns:
+            labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+            kind = "Histogram: " if metric.kind == "histogram" else ""
+            lines.append(f"| `{name}{labels}` | {kind}{metric.help} |")
     lines += ["", "## Columns of metrics.jsonl", "", "| column | meaning | metric |", "|---|---|---|"]
     for measure in (*MEASURES, *(measure for measure, _ in NAMED)):
         values = ",".join(f'{name}="{value}"' for name, value in measure.labels.items())

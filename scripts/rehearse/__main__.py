@@ -1,6 +1,6 @@
 """``grpo rehearse``: a run of two steps on this machine before GPUs are rented, with a stand-in for its model.
 
-Data, template, rewards, agents, environments and the judge are the launch's own. docs/guides/rehearsing.md has an
+Data, template, rewards, agents, environments and the judge are the launch's own. docs/guides/kubernetes.md has an
 example. ``rehearsal.py`` imports torch, which --help does without.
 """
 

@@ -243,7 +243,7 @@ async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_epis
 async def test_the_guides_agent_with_anthropics_client_is_recorded(
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [shown] = [block for block in blocks(ROOT / "docs/guides/agent.md") if block.file == "my_anthropic_agent.py"]
+    [shown] = [block for block in blocks(ROOT / "docs/guides/agents.md") if block.file == "my_anthropic_agent.py"]
     (tmp_path / "my_anthropic_agent.py").write_text(shown.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
