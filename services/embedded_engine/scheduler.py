@@ -5,9 +5,11 @@ Only the engine's thread may call it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,9 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.compute.kv_cache import KVCache, PrefixCache, common_length
-from services.embedded_engine.compute.loading import Loaded
-from services.embedded_engine.compute.sampling import Sampler, log_softmax_of
-from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request, Sequence
+from services.embedded_engine.kv_cache import KVCache, PrefixCache, common_length
+from services.embedded_engine.loading import Loaded
+from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of
 
 # SGLang's names where it has the metric, so that the same dashboards show both engines.
 GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
@@ -36,6 +37,93 @@ LOGITS_ROWS = 128
 """Rows of logits computed at once for a long prompt: 128 rows of 150,000 float32 take 77 MB."""
 SHARED_TOKENS = 32
 """A prompt waits a step for another one's prefill if that saves it at least this many tokens, as in SGLang."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The conditions that end a sequence."""
+
+    max_new_tokens: int
+    token_ids: frozenset[int]
+    texts: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion while it is generated.
+
+    ``versions`` gets a pair (weight version, index of the first token sampled with it) whenever the version changed.
+    ``finish`` is SGLang's finish_reason once the completion has ended.
+    """
+
+    request: Request
+    number: int
+    sampling: Sampling
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for this sequence."""
+    generation: int = -1
+    """The generation of the prefix cache in which its keys and values in the cache were begun."""
+    finish: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """The request's id, with the completion's number if there are several."""
+        return self.request.rid if len(self.request.sequences) == 1 else f"{self.request.rid}-{self.number}"
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far, including the prompt's."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt with its completions.
+
+    ``use_adapter`` asks for the LoRA adapter that is loaded when a token is computed. ``logprob_start`` asks for the
+    log-probabilities of the prompt's tokens from that index on (``input_logprobs``, whose first entry is None). The
+    engine's thread resolves ``done`` when all completions have ended.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    stopping: Stopping
+    use_adapter: bool = False
+    logprob_start: int | None = None
+    top_logprobs: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    input_logprobs: list[float | None] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    done: Future[Request] = field(default_factory=Future)
+
+    @property
+    def longest(self) -> int:
+        """The largest possible length of a sequence in tokens, including the prompt's."""
+        return len(self.prompt_ids) + self.stopping.max_new_tokens
+
+
+@dataclass(frozen=True)
+class CachedPrompt:
+    """The result of a prefill for the completions that do not run yet: keys and values, and the last logits [1, V]."""
+
+    keys_values: Tensor
+    logits: Tensor
+
+
+@dataclass(eq=False)
+class QueueEntry:
+    """Sequences that continue the same tokens and wait for cache rows: a new prompt's, or a single preempted one."""
+
+    request: Request
+    tokens: list[int]
+    sequences: list[Sequence]
+    cached: CachedPrompt | None = None
+    """The prefill of ``tokens``, once some of the completions run."""
 
 
 class Scheduler:
@@ -141,8 +229,6 @@ class Scheduler:
             reason = self._finish_reason(sequence, token)
             if reason is not None:
                 self._finish(sequence, reason)
-            elif sequence.request.on_progress is not None:
-                sequence.request.on_progress(sequence)
         GENERATED.inc(len(sequences))
         self._num_generated += len(sequences)
 
@@ -165,8 +251,6 @@ class Scheduler:
         sequence.finish = reason
         FINISHED.labels(reason["type"]).inc()
         request = sequence.request
-        if request.on_progress is not None:
-            request.on_progress(sequence)
         if all(other.finish is not None for other in request.sequences):
             self.unfinished.discard(request)
             request.done.set_result(request)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.core.linear import Linear, make_linear
-from services.embedded_engine.compute.weights import Architecture, WeightsError, check_finite
+from services.embedded_engine.weights import Architecture, WeightsError, check_finite
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
