@@ -19,7 +19,7 @@ from torch import Tensor
 
 from services.embedded_engine.kv_cache import KVCache, PrefixCache, common_length
 from services.embedded_engine.loading import Loaded
-from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of
+from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of, top_logprobs
 
 # SGLang's names where it has the metric, so that the same dashboards show both engines.
 GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
@@ -143,7 +143,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._sampler: Sampler | None = None
         self._has_nonfinite_cache = False
-        self._num_generated = self._num_prompt_tokens = self._num_steps = 0
+        self._totals = {"generated_tokens": 0, "prompt_tokens": 0, "steps": 0}
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
@@ -151,22 +151,16 @@ class Scheduler:
         self.queue.append(QueueEntry(request, request.prompt_ids, list(request.sequences)))
 
     def counts(self) -> dict[str, int]:
-        """Return totals since the start."""
-        return {
-            "generated_tokens": self._num_generated,
-            "prompt_tokens": self._num_prompt_tokens,
-            "steps": self._num_steps,
-            "prefix_cache_tokens": self._prefixes.num_tokens,
-        }
+        """Return totals since the start, and the tokens of the prefix cache."""
+        return self._totals | {"prefix_cache_tokens": self._prefixes.num_tokens}
 
     def abort(self, matches: Callable[[Sequence], bool], reason: str) -> int:
         """End the sequences that match, with their tokens so far; return their number."""
         finish = {"type": "abort", "message": reason}
         aborted = [sequence for sequence in self.running if matches(sequence)]
         for entry in self.queue:
-            matching = [sequence for sequence in entry.sequences if matches(sequence)]
-            entry.sequences = [sequence for sequence in entry.sequences if sequence not in matching]
-            aborted += matching
+            aborted += filter(matches, entry.sequences)
+            entry.sequences = [sequence for sequence in entry.sequences if not matches(sequence)]
         self.queue = deque(entry for entry in self.queue if entry.sequences)
         for sequence in aborted:
             self._finish(sequence, finish)
@@ -194,27 +188,22 @@ class Scheduler:
         sequences = self.running
         positions = [sequence.length - 1 for sequence in sequences]
         tokens = torch.tensor([sequence.output_ids[-1] for sequence in sequences], device=self.model.device)
-        logits = self.model.decode(
-            tokens,
-            torch.tensor(positions, device=self.model.device),
-            self._cache,
-            max(positions) + 1,
-            [sequence.request.use_adapter for sequence in sequences],
-        )
+        places = torch.tensor(positions, device=self.model.device)
+        use_adapter = [sequence.request.use_adapter for sequence in sequences]
+        logits = self.model.decode(tokens, places, self._cache, max(positions) + 1, use_adapter)
         if self._sampler is None:
             self._sampler = Sampler([sequence.sampling for sequence in sequences], self.model.device)
         self._sample(sequences, logits, self._sampler)
         STEPS.inc()
-        self._num_steps += 1
+        self._totals["steps"] += 1
         self._remove_finished()
 
     def _sample(self, sequences: list[Sequence], logits: Tensor, sampler: Sampler) -> None:
         """Sample a token for each of ``sequences`` from its row of ``logits`` [B, V]."""
         positions = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
         tokens, logprobs = sampler.sample(logits, positions)
-        for row, (sequence, token, logprob) in enumerate(
-            zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
-        ):
+        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        for row, (sequence, token, logprob) in enumerate(drawn):
             if logprob != logprob:
                 self._has_nonfinite_cache = True
                 self._prefixes.clear()
@@ -225,12 +214,12 @@ class Scheduler:
             sequence.output_ids.append(token)
             sequence.logprobs.append(logprob)
             if sequence.request.top_logprobs:
-                sequence.top_logprobs.append(_top_logprobs(logits[row], sequence.request.top_logprobs))
+                sequence.top_logprobs.append(top_logprobs(logits[row], sequence.request.top_logprobs))
             reason = self._finish_reason(sequence, token)
             if reason is not None:
                 self._finish(sequence, reason)
         GENERATED.inc(len(sequences))
-        self._num_generated += len(sequences)
+        self._totals["generated_tokens"] += len(sequences)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> dict[str, Any] | None:
         stopping = sequence.request.stopping
@@ -323,7 +312,7 @@ class Scheduler:
         )
         PROMPT_TOKENS.inc(len(hidden))
         CACHED_TOKENS.inc(sum(admission.num_cached for admission in admissions))
-        self._num_prompt_tokens += len(hidden)
+        self._totals["prompt_tokens"] += len(hidden)
         ends = np.cumsum([len(computed) for computed in tokens]).tolist()
         last = self.model.logits(hidden[[end - 1 for end in ends]])
         for entry, end in zip(entries, ends, strict=True):
@@ -367,11 +356,6 @@ class Scheduler:
             if len(rows):
                 logprobs += log_softmax_of(self.model.logits(rows), tokens).tolist()
         return logprobs
-
-
-def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
-    values, tokens = (logits - torch.logsumexp(logits, -1)).topk(min(count, len(logits)))
-    return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,25 +103,15 @@ class Architecture:
             experts=Experts.of(config),
         )
 
-    @property
-    def query_size(self) -> int:
-        """The width of all query heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """The width of all key (or value) heads together."""
-        return self.num_kv_heads * self.head_dim
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
-        hidden = self.hidden_size
+        hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         attention = {
-            "self_attn.q_proj": (self.query_size, hidden, self.has_qkv_bias),
-            "self_attn.k_proj": (self.kv_size, hidden, self.has_qkv_bias),
-            "self_attn.v_proj": (self.kv_size, hidden, self.has_qkv_bias),
-            "self_attn.o_proj": (hidden, self.query_size, self.has_output_bias),
+            "self_attn.q_proj": (queries, hidden, self.has_qkv_bias),
+            "self_attn.k_proj": (keys, hidden, self.has_qkv_bias),
+            "self_attn.v_proj": (keys, hidden, self.has_qkv_bias),
+            "self_attn.o_proj": (hidden, queries, self.has_output_bias),
         }
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
@@ -179,6 +170,11 @@ def check(
             problems.append(f"{name} is {list(shape)} instead of {list(shapes[name])}")
         elif name not in shapes and not is_ignored(architecture, name):
             problems.append(f"{name} is not part of the model")
+    refuse(source, problems)
+
+
+def refuse(source: str, problems: Sequence[str]) -> None:
+    """Raise WeightsError with the first few of the problems, if there are any."""
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise WeightsError(f"{source} does not fit the model: {'; '.join(problems[:3])}{more}")
@@ -204,19 +200,12 @@ def read_directory(directory: Path, architecture: Architecture) -> dict[str, Ten
     """
     source = str(directory)
     try:
-        files = _files(directory)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # not a mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        check(architecture, shapes, source)
-        tensors: dict[str, Tensor] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if not is_ignored(architecture, name):
-                        tensors[name] = opened.get_tensor(name)
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in _files(directory)]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a mapping
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in places.items()}
+            check(architecture, shapes, source)
+            tensors = {n: file.get_tensor(n) for n, file in places.items() if not is_ignored(architecture, n)}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{source} cannot be read: {error}") from error
     check_finite(tensors, source)
