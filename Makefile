@@ -190,7 +190,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # pip would compile everything; this only what is imported, and once, before a dozen processes start together.
 $(VENV)/.compiled: | $(VENV)/.demo
-	$(RUN) -c 'import trainer.run, services.embedded_engine.http.app, services.data_server.app, services.reward_server.app'
+	$(RUN) -c 'import trainer.run, services.embedded_engine.app, services.data_server.app, services.reward_server.app'
 	@touch $@
 
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it. The import

@@ -17,7 +17,7 @@ from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings
-from services.embedded_engine.compute.loading import load
+from services.embedded_engine.loading import load
 from services.engines.settings import RolloutSettings
 from services.reward_server.reward_model import RewardModel
 from trainer.config import TrainerSettings

@@ -25,8 +25,8 @@ from services.core.errors import ConfigurationError, first_line
 from services.core.files import read_records, remove_directory
 from services.core.models import small_files
 from services.data_server.settings import PromptStyle
-from services.embedded_engine.compute.loading import end_token_ids
-from services.embedded_engine.compute.weights import Architecture, WeightsError
+from services.embedded_engine.loading import end_token_ids
+from services.embedded_engine.weights import Architecture, WeightsError
 from services.http.problems import ProblemError
 from services.run_page.directory import Run
 from toys.models import random_model

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine.app import create_app
 from services.engines.settings import EngineSettings
 from services.protocol.base import PROBE
 from services.protocol.groups import TEACHER

@@ -24,7 +24,7 @@ from services.core.machine import (
     decide_compute,
     threads,
 )
-from services.embedded_engine.compute.loading import load
+from services.embedded_engine.loading import load
 from services.engines.settings import EngineSettings, RolloutSettings
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.torch_policy import TorchPolicy

@@ -13,7 +13,7 @@ import pytest
 
 from services.clients.gateway import GatewayClient
 from services.core.endpoints import Endpoint
-from services.embedded_engine.http.app import create_app as create_engine_app
+from services.embedded_engine.app import create_app as create_engine_app
 from services.engines.engine import Embedded
 from services.engines.settings import RolloutSettings
 from services.protocol.groups import Group
