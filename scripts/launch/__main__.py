@@ -17,44 +17,35 @@ from typer import Option
 from local_runner import spec
 from services.core import logs
 
-Count = Annotated[
-    int | None, Option(min=1, help="Nodes; default: chosen by the model and its GPUs; with --stock, the file's.")
-]
+Text = str | None
+Texts = list[str] | None
+COUNT = "Nodes; default: chosen by the model and its GPUs; with --stock, the file's."
+Count = Annotated[int | None, Option(min=1, help=COUNT)]
+MODEL = "A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else the file's."
+GPUS = "GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try."
+OUTPUT = "Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes."
+STOCK = "Leave out examples/gpu.env and its numbers of nodes: start from the file alone."
+CHECK = "Launch two small pods that try driver, images, hub, volume and network instead."
 
 
 def main(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        Option(
-            help="A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else "
-            "that of the job group's file."
-        ),
-    ] = None,
+    model: Annotated[Text, Option(help=MODEL)] = None,
     rollout_nodes: Count = None,
     trainer_nodes: Count = None,
-    gpus: Annotated[
-        str | None, Option(help="GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try.")
-    ] = None,
-    rollout_gpus: Annotated[str | None, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
+    gpus: Annotated[Text, Option(help=GPUS)] = None,
+    rollout_gpus: Annotated[Text, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
     asynchronous: Annotated[bool, Option("--async", help="Generate while the step trains.")] = False,
     colocate: Annotated[bool, Option("--colocate", help="Engines on the trainer's GPUs, which take turns.")] = False,
-    agent: Annotated[str | None, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
-    environment: Annotated[str | None, Option(help="The environment whose episodes the model plays.")] = None,
-    env: Annotated[list[str] | None, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
+    agent: Annotated[Text, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
+    environment: Annotated[Text, Option(help="The environment whose episodes the model plays.")] = None,
+    env: Annotated[Texts, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
     env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines; --env wins. Repeatable.")] = None,
-    secret: Annotated[list[str] | None, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
-    image: Annotated[str | None, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
-    output: Annotated[
-        Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes.")
-    ] = None,
-    stock: Annotated[
-        bool, Option("--stock", help="Leave out examples/gpu.env and its numbers of nodes: start from the file alone.")
-    ] = False,
-    check: Annotated[
-        bool,
-        Option("--check", help="Launch two small pods that try driver, images, hub, volume and network instead."),
-    ] = False,
+    secret: Annotated[Texts, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
+    image: Annotated[Text, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
+    output: Annotated[Path | None, Option(help=OUTPUT)] = None,
+    stock: Annotated[bool, Option("--stock", help=STOCK)] = False,
+    check: Annotated[bool, Option("--check", help=CHECK)] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int | None:
