@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -457,28 +455,6 @@ def test_skypilots_environment_is_that_of_its_command(tmp_path: Path, monkeypatc
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert skypilot.interpreter() == tmp_path / "python"
-
-
-@pytest.mark.slow
-def test_a_secret_reaches_only_the_tasks_that_declare_it(python: Path) -> None:
-    """By SkyPilot's own tasks: the hub's token stays out of the tasks that load nothing from the hub."""
-    program = """
-import json
-from sky.utils import dag_utils
-from scripts.launch.skypilot import give_secrets
-group = dag_utils.load_job_group_from_yaml("jobgroups/environment.yaml")
-give_secrets(group.tasks, {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"})
-values = {t.name: {n: s.get_secret_value() for n, s in t.secrets.items()} for t in group.tasks}
-print(json.dumps(values))
-"""
-    done = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    tasks = json.loads(done.stdout.splitlines()[-1])
-    assert {task for task, given in tasks.items() if given.get("HF_TOKEN")} == {
-        *("ppo-trainer", "data-server", "rollout-server", "gateway")
-    }
-    assert {given["JOBGROUP_TOKEN"] for given in tasks.values()} == {"job"}
-    assert {given["OF_MY_CODE"] for given in tasks.values()} == {"mine"}
-    assert {task for task, given in tasks.items() if "WANDB_API_KEY" in given} == {"ppo-trainer"}
 
 
 def test_an_image_of_ones_own_is_that_of_each_task(tmp_path: Path) -> None:
