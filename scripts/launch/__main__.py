@@ -16,6 +16,7 @@ from typer import Option
 
 from local_runner import spec
 from services.core import logs
+from services.core.endpoints import Task
 
 Text = str | None
 Texts = list[str] | None
@@ -62,10 +63,12 @@ def main(
     )
     preset = None if stock else plan.preset_of(options, file)
     planned = plan.plan_of(file, size, options, chosen, secrets, image, preset)
+    text = launching.check_group(planned, options) if check else planned.text
+    directory = output or launching.directory_of(planned.model, size, file)
+    files = launching.write(planned, text, launching.CHECK if check else file, directory)
+    tasks = tuple(launching.CHECKS) if check else (Task.TRAINER,)
     # A program gets the job's number.
-    return launching.launch(
-        planned, size, file, options, secrets, output, checks_cluster=check, dry_run=dry_run, yes=yes
-    )
+    return launching.start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
 
 
 def _require_options(context: typer.Context) -> None:
