@@ -238,15 +238,6 @@ def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
-    output, text = launch(
-        tmp_path, "--model", "0.5B", "--rollout-nodes", "1", "--trainer-nodes", "1", "--gpus", "L4:1", "--async"
-    )
-    assert (tmp_path / "jobgroup.yaml").exists()
-    assert job_group_text.values(text)["ppo-trainer", "envs.MIN_WORKERS"] == "1"
-    assert ["together", "7", "2"] in [line.split()[:3] for line in output.splitlines()]
-
-
 def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_path: Path) -> None:
     variables = ["LORA_RANK=8", "NCCL_DEBUG=INFO", "DATASET=arithmetic", "WANDB_MODE=offline"]
     given = [part for variable in variables for part in ("--env", variable)]
