@@ -136,8 +136,7 @@ bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPU
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu
 
 docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/metrics.md
-	$(RUN) -m scripts.reference.configuration
-	$(RUN) -m scripts.reference.metrics
+	$(RUN) -m scripts.reference
 
 notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it
 	$(VENV)/bin/jupyter-execute --inplace docs/first_run.ipynb
