@@ -154,20 +154,19 @@ def send_buckets(
 ) -> None:
     """Broadcast tensors from rank 0, each bucket in one collective if it ``flattens`` them, else tensor by tensor.
 
-    Each part is copied to ``device`` while the one before is on its way.
+    A flattened bucket is copied to ``device`` while the one before is on its way.
 
     Raises:
         RuntimeError: a member left or did not answer in time; the group can no longer be used.
     """
     singly = (tensor.to(device) for tensor in chain.from_iterable(buckets))
-    sent: tuple[Tensor, dist.Work | None] | None = None
+    sent: list[tuple[Tensor, dist.Work | None]] = []
     for part in (flattened(bucket, device) for bucket in buckets) if flattens else singly:
-        work = dist.broadcast(part, group=group, group_src=SOURCE, async_op=True)
-        if sent is not None:
-            _finish(*sent, group, timeout)
-        sent = part, work
-    if sent is not None:
-        _finish(*sent, group, timeout)
+        sent.append((part, dist.broadcast(part, group=group, group_src=SOURCE, async_op=True)))
+        if len(sent) > flattens:
+            _finish(*sent.pop(0), group, timeout)
+    for part, work in sent:
+        _finish(part, work, group, timeout)
 
 
 def receive_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) -> None:

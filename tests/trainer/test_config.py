@@ -119,7 +119,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"compute_type": "bfloat16", "save_type": "float32"},
     {"target_accuracy": 0.9, "eval_every": 5},
     {"importance_cap": 3},
-    {"publish_delta": True, "mode": "async"},
     {"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2},
     {"group_size": 1, "mode": "async", "collector_in_process": False},
     {"group_size": 1, "advantage": "reinforce"},

@@ -226,18 +226,6 @@ def _throw(error: Exception) -> None:
     raise error
 
 
-def test_it_forgets_also_what_the_checkpoint_of_an_interrupted_run_takes_the_place_of(
-    alone: Ranks, model: Path, tmp_path: Path
-) -> None:
-    outside = Outside("publish")
-    train(alone, model, tmp_path, outside, checkpoint_every=LAST + 1)
-    assert outside.forgotten == []
-    outside = Outside("publish")
-    train(alone, model, tmp_path / "other", outside)
-    assert outside.saved == ["r-step-000001", "r-step-000002"]
-    assert outside.forgotten == ["r-step-000001"]
-
-
 async def test_a_collector_whose_disk_is_full_ends_as_one_that_may_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

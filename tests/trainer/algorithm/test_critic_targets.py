@@ -73,17 +73,6 @@ def test_a_turn_pays_the_kl_of_the_turns_after_it_whichever_sequences_they_are_i
         assert returns_of([group]) == [pytest.approx([to_go[number] for number in numbers]) for numbers in of_sequences]
 
 
-def test_without_rewards_of_turns_a_sequence_pays_the_kl_of_the_episodes_others() -> None:
-    settings = settings_of(kl_coef=0.1, kl_in_reward=True)
-    sequences = [changed(s, episode=episode) for s, episode in ((FIRST, 0), (EMPTY, 0), (FIRST, 0), (FIRST, 1))]
-    reference = [[[-1.0, -2.0, -4.0], [], [-1.0, -4.0, -3.0], [-1.0, -2.0, -5.0]]]
-    values = [[[0.0] * 3, [], [0.0] * 3, [0.0] * 3]]
-    [group] = Objective(settings).with_advantages([TrainingGroup([2], sequences)], reference, values)
-    # The terms of each sequence are its own: 1, 2 and 2. The first and the third are of one episode.
-    expected = [[0.7, 0.7, 0.7], [], [0.7, 0.7, 0.9], [0.8, 0.8, 0.8]]
-    assert returns_of([group]) == [pytest.approx(row) for row in expected]
-
-
 def test_steps_of_turns_are_those_of_the_rewarded_turns_or_of_runs_of_trained_tokens() -> None:
     settings = settings_of(credit="turn", rollout="environment", gamma=0.5)
     # Turns of two tokens and of one, without a token between them: the last reward is a turn away from the first one.

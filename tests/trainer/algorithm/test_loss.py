@@ -112,36 +112,6 @@ def test_the_decoupled_objective_clips_against_the_proximal_policy_and_weights_b
     assert loss == pytest.approx(by_hand(batch, theta, proximal, token_loss=token_loss) / STEP.tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["one update", "a later update"])
-@pytest.mark.parametrize("correction", ["truncated", "icepop", "none"])
-def test_dppo_masks_by_the_rollout_and_weighs_by_the_correction_in_every_update(
-    batch: MicroBatch, correction: str, later: bool
-) -> None:
-    theta, other = logprobs_near(batch, 1, spread=2.0), logprobs_near(batch, 2, spread=2.0)
-    settings = {"loss": "dppo_tv", "clip_low": 0.05, "clip_high": 0.1, "importance_correction": correction}
-    options = {"proximal_logprobs": other} if later else {}
-    loss, gradient = loss_of(batch, theta, settings, **options)
-    diagnostics = whole_loss(batch, theta, torch.zeros_like(theta), settings, **options)[1].metrics()
-
-    def kept(new: float, behaviour: float, advantage: float) -> bool:
-        rise = math.exp(new) - math.exp(behaviour)
-        return rise <= 0.1 if advantage > 0 else rise >= -0.05
-
-    def token_loss(new: float, proximal: float, behaviour: float, advantage: float, weight: float) -> float:
-        ratio = math.exp(new - (behaviour if correction == "none" else proximal))
-        corrected = correction_weight(correction, proximal - behaviour, cap=20.0)
-        return -corrected * ratio * advantage * weight * kept(new, behaviour, advantage)
-
-    expected = by_hand(batch, theta, other if later else theta, token_loss=token_loss) / STEP.tokens
-    assert loss == pytest.approx(expected, rel=1e-4)
-    columns = zip(*(c.tolist() for c in (theta, batch.behaviour_logprobs, batch.advantages)), strict=True)
-    masked = torch.tensor([not kept(*token) for token in columns])
-    assert masked.any()
-    assert gradient[masked].abs().max() == 0
-    shares = diagnostics["clip_fraction_low"] + diagnostics["clip_fraction_high"]
-    assert shares == pytest.approx((masked & ~batch.is_replayed).sum().item() / (~batch.is_replayed).sum().item())
-
-
 @pytest.mark.parametrize("is_decoupled", [False, True])
 def test_cispo_bounds_the_weight_of_a_stale_token_by_itself(batch: MicroBatch, is_decoupled: bool) -> None:
     theta, proximal = logprobs_near(batch, 1, spread=1.0), logprobs_near(batch, 2, spread=1.0)
@@ -330,17 +300,6 @@ def test_the_metrics_of_a_clip_are_absent_where_the_ratio_is_1(batch: MicroBatch
     later = diagnostics_of(batch, theta, {"loss": name}, proximal_logprobs=logprobs_near(batch, 2)).metrics()
     assert "clip_fraction_high" in later
     assert later["ratio_max"] == metrics["ratio_max"]
-
-
-def test_gspo_counts_as_clipped_what_its_sequence_ratio_clips(batch: MicroBatch) -> None:
-    # Tokens of a completion far from 1 in both directions, which a ratio a token would clip, and their mean does not.
-    signs = torch.where(torch.arange(len(batch.targets)) % 2 == 0, 1.0, -1.0)
-    even = torch.tensor([(batch.sequence_ids == s).sum() % 2 == 0 for s in batch.sequence_ids])
-    theta = batch.behaviour_logprobs + torch.where(even, signs, 0.0)
-    gspo = diagnostics_of(batch, theta, UNCORRECTED | {"loss": "gspo"}).metrics()
-    clipped = diagnostics_of(batch, theta, UNCORRECTED | {"loss": "clipped"}).metrics()
-    assert gspo["clip_fraction_low"] + gspo["clip_fraction_high"] == 0
-    assert clipped["clip_fraction_low"] + clipped["clip_fraction_high"] > 0
 
 
 def test_metrics_do_not_depend_on_how_the_step_is_cut() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,42 +133,6 @@ def test_the_values_stay_at_their_tokens_through_masks_packing_and_the_wire() ->
 
 
 # --- the baseline ---------------------------------------------------------------------------------------------------
-
-
-def step_gradients(
-    older: Tensor, teacher: Tensor, theta: Tensor, baselined: Callable[..., Any]
-) -> tuple[Tensor, float]:
-    """Return the mean gradient, and its mean square, over all steps of three completions of one token each."""
-    total, square = torch.zeros_like(theta), 0.0
-    for sampled in itertools.product(range(len(theta)), repeat=3):
-        tokens = [
-            changed(trained_sequence([v], [older[v].item()], [1.0]), **{TEACHER: [teacher[v].item()]}) for v in sampled
-        ]
-        # The second and third are of one prompt.
-        groups = baselined([TrainingGroup([1], tokens[:1]), TrainingGroup([1], tokens[1:])])
-        batch = pack(groups)
-        doubles = {"behaviour_logprobs": older[[*sampled]], "teacher_logprobs": teacher[[*sampled]]}
-        baselines = [s.arrays.get(BASELINE, np.zeros(1))[0] for group in groups for s in group.sequences]
-        batch = replace(batch, **doubles, teacher_baselines=torch.tensor(baselines, dtype=torch.float64))
-
-        def term(x: Tensor, batch: MicroBatch = batch, sampled: tuple[int, ...] = sampled) -> Tensor:
-            return teacher_loss(batch, x.log_softmax(0)[[*sampled]], StepSize(3, 3, taught=3))
-
-        gradient, chance = gradient_of(term, theta), older[[*sampled]].sum().exp().item()
-        total, square = total + chance * gradient, square + chance * float(gradient @ gradient)
-    return total, square
-
-
-@pytest.mark.parametrize("is_on_policy", [True, False])
-def test_the_baseline_keeps_the_expected_gradient_and_lowers_its_variance(is_on_policy: bool) -> None:
-    """Exactly, over all steps of three completions, where the teacher wants the token that the policy samples least."""
-    logits = torch.tensor([[1.0, 1.2, 0.9, 0], [0.0, 0.3, 0.1, 4], [1.1, 0.9, 1.0, 0.2]], dtype=torch.float64)
-    theta, teacher, other = logits.log_softmax(1)
-    older = theta if is_on_policy else other
-    plain, plain_square = step_gradients(older, teacher, theta, list)
-    mean, square = step_gradients(older, teacher, theta, with_baselines)
-    torch.testing.assert_close(mean, plain, rtol=1e-9, atol=1e-12)
-    assert square < 0.9 * plain_square
 
 
 def taught_sequence(*gaps_: float, **fields: Any) -> TokenSequence:

@@ -68,15 +68,6 @@ def test_credit_is_the_episodes_by_default_and_where_turns_have_no_rewards() -> 
     assert advantages(*bare, settings=settings_of()) == [[1.0, 1.0], [-1.0, -1.0]]
 
 
-def test_a_turn_pays_the_kl_of_its_own_and_the_later_tokens() -> None:
-    settings = settings_of(kl_coef=0.5, kl_in_reward=True)
-    # log(pi_behaviour / pi_reference) is 1 and 2 in the first episode, 0 in the second.
-    reference = [[[-2.0, -3.0], [-1.0, -1.0]]]
-    found = advantages(episode(1, 2), episode(1, 2, number=1), settings=settings, reference=reference)
-    # Rewards to go less KL: 3 - 1.5, 2 - 1; 3, 2.
-    assert found == [pytest.approx([-0.75, -0.5]), pytest.approx([0.75, 0.5])]
-
-
 def in_two_sequences(sequence: TokenSequence) -> list[TokenSequence]:
     """Return an episode of two turns as an agent plays it that forgets the first turn before the second."""
     first, second = sequence.turns or []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
 from trainer.capacity.check import REMEDIES, Machine, check, engine_beside, preflight
 from trainer.capacity.need import GIB, EngineBeside, Work, needed
 from trainer.capacity.shape import CONFIGS, ModelShape
-from trainer.capacity.work import Limits, VolumeRoom, choose, find_limits, plan_records, work_of
+from trainer.capacity.work import Limits, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
@@ -228,16 +227,6 @@ def test_records_take_a_tenth_of_the_volumes_room_unless_set(
     given: dict[str, Any], room: int, kept: Any, files: int
 ) -> None:
     assert plan_records(settings(**given), room * STEP_BYTES) == (kept, files * STEP_BYTES)
-
-
-def test_records_leave_the_room_that_a_run_needs_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "weights").write_bytes(bytes(300))
-    monkeypatch.setattr("trainer.capacity.work.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9999, 0, 800))
-    room = VolumeRoom(tmp_path, needed=1000)
-    assert room.holds(100), "800 bytes are free, and 300 of the 1000 are written"
-    assert not room.holds(101)
-    assert VolumeRoom(tmp_path, needed=700).holds(100)
 
 
 def test_the_preflight_says_which_steps_are_recorded(alone: Ranks, model: Path, tmp_path: Path) -> None:

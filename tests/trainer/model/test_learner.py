@@ -148,16 +148,6 @@ def test_the_mean_entropy_is_of_all_trained_tokens(alone: Ranks, model: Path) ->
     assert learner.mean_entropy([unknown]) is None
 
 
-def test_extreme_ratios_are_those_of_all_optimizer_steps_of_a_batch(alone: Ranks, model: Path) -> None:
-    groups, settings = random_groups(2), {"importance_correction": "none"}
-    both = make_learner(alone, model, **settings, updates_per_batch=2).update(groups, 0).metrics
-    learner = make_learner(alone, model, **settings)
-    first, second = (learner.update(groups[i::2], 0).metrics for i in range(2))
-    assert both["ratio_max"] == pytest.approx(max(first["ratio_max"], second["ratio_max"]))
-    assert both["ratio_min"] == pytest.approx(min(first["ratio_min"], second["ratio_min"]))
-    assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
-
-
 # --- however it is cut -----------------------------------------------------------------------------------------------
 
 
@@ -283,26 +273,6 @@ def count_passes(learner: Any) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, 1),
-        ({"updates_per_batch": 3}, 3 + 2),
-        ({"updates_per_batch": 3, "epochs_per_batch": 2}, 6 + 2),
-        ({"updates_per_batch": 3, "importance_correction": "none"}, 3),
-    ],
-    ids=str,
-)
-def test_only_the_parts_after_the_first_take_a_pass_more(
-    alone: Ranks, model: Path, settings: dict[str, Any], expected: int
-) -> None:
-    """The proximal log-probabilities of the first part come with its gradient; further passes over a batch keep all."""
-    learner = make_learner(alone, model, **settings)
-    passes = count_passes(learner)
-    learner.update(random_groups(1), 0)
-    assert len(passes) == expected
-
-
 def test_each_pass_over_a_batch_takes_its_parts_in_an_order_of_its_own() -> None:
     settings = TrainerSettings.load(batch_size=8, updates_per_batch=8, epochs_per_batch=3)
     first, *others = (part_order(settings, step) for step in range(3))
@@ -348,17 +318,6 @@ def test_groups_without_advantage_are_kept_where_another_term_learns_from_them(
         rank_jobs.update(alone, model, settings | {"drop_equal_groups": drops}, groups) for drops in (False, True)
     )
     assert_same_gradients(dropped.gradients, kept.gradients, 1e-7)
-
-
-def test_the_prompt_mean_weighs_each_group_the_same(alone: Ranks, model: Path) -> None:
-    """Also where a group lies in several micro-batches, and where one has no trained token."""
-    groups = [*random_groups(5, n_groups=2), *random_trees(5, n_groups=1)]
-    masked = replace(groups[0], sequences=[changed(s, loss_mask=[False] * s.tokens) for s in groups[0].sequences])
-    settings = {"aggregation": "prompt_mean", "micro_batch_tokens": 30}
-    trained = rank_jobs.update(alone, model, settings, [*groups, masked])
-    each = [rank_jobs.update(alone, model, {}, [group]).gradients for group in groups]
-    expected: Arrays = {name: np.mean([g[name] for g in each], axis=0) for name in each[0]}
-    assert_same_gradients(trained.gradients, expected, 1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "sequence_mean", "constant_length"])

@@ -11,7 +11,7 @@ from services.protocol.groups import Group
 from tests.sequences import changed, make_group
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
-from trainer.reporting import samples
+from trainer.reporting import run_files
 from trainer.reporting.run_files import SampleRecords
 
 SETTINGS = TrainerSettings.load()
@@ -98,7 +98,7 @@ def test_words_keep_their_space_where_a_tokenizer_drops_that_of_a_texts_first_wo
 
 
 def test_only_so_many_tokens_a_step_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "LOGGED_TOKENS", 5)
+    monkeypatch.setattr(run_files, "LOGGED_TOKENS", 5)
     made = group(experience("abcd", 1.0), experience("ef", 0.0), experience("g", 0.0))
     assert ["spans" in record for record in SampleRecords(decode).of_step(1, [made])] == [True, False, True]
 

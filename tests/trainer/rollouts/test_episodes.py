@@ -697,19 +697,6 @@ def test_a_judge_compares_the_episodes_of_a_group_after_the_last_has_ended(stage
     assert len(stage.rewards.asked("GET /stats")) == 1
 
 
-def test_a_judge_that_fails_leaves_the_group_without_rewards_after_one_more_try(stage: Stage) -> None:
-    failed = {"reward": None, "status": "timeout", "reason": "judge_group: no answer"}
-    stage.rewards.routes |= {
-        "GET /stats": lambda _: {"relative": [""]},
-        "POST /batch_reward": lambda request: {"rewards": [failed] * len(request["items"])},
-    }
-    generous_calls[:] = [0, 0]
-    group = stage.group(generous)
-    assert [e.reward for e in group.sequences] == [None, None]
-    assert group.episodes_failed == {"no_reward": 2}
-    assert len(stage.rewards.asked("POST /batch_reward")) == 2
-
-
 def test_an_agent_that_scores_itself_alone_is_refused_where_a_judge_compares(stage: Stage) -> None:
     stage.rewards.routes |= {"GET /stats": lambda _: {"relative": [""]}}
     maker = stage.maker(two_turns, batch_size=1)

@@ -303,14 +303,6 @@ def test_a_function_of_ones_own_computes_advantages() -> None:
         advantages(made, TrainerSettings.load(advantage="nowhere:f"))
 
 
-def test_a_function_of_ones_own_sees_rewards_less_their_kl() -> None:
-    settings = TrainerSettings.load(advantage=f"{__name__}:ranks_of", kl_coef=0.1, kl_in_reward=True)
-    made = Objective(settings).training_group(group(experience(0.3), experience(0.9)))
-    # The second reward is 0.9 - 0.1 * 10.
-    [trained] = Objective(settings).with_advantages([made], [[[-0.5, -0.5], [-5.5, -5.5]]])
-    assert [s.advantages.tolist() for s in trained.sequences] == [[1.0, 1.0], [0.0, 0.0]]
-
-
 def test_groups_that_the_policy_has_moved_too_far_from_are_not_replayed() -> None:
     made = [Objective(SETTINGS).training_group(group(experience(1.0), experience(0.0), group_id=name)) for name in "ab"]
     near, far = [[-0.5, -0.5], [-0.6, -0.4]], [[-0.5, -0.5], [-3.0, -0.5]]

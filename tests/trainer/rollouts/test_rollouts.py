@@ -314,22 +314,6 @@ def test_the_activity_says_how_many_workers_answer_why_not_more_and_until_when_t
     assert seen[0]["until"] == pytest.approx(seen[0]["since"] + main.settings.start_deadline_seconds)
 
 
-def test_the_activity_says_how_many_prompts_are_answered(services: Services) -> None:
-    main = services.main(services.settings(eval_prompts=10))
-    told: list[str] = []
-
-    def rewards(request: dict[str, Any]) -> dict[str, Any]:
-        told.append(main.activity.shown()["done"])
-        return alternate_rewards(request)
-
-    services.rewards.routes["POST /batch_reward"] = rewards
-    main.evaluate()
-    assert told[0] == "0 of 10 held-out prompts answered"
-    assert main.activity.shown()["done"] == "10 of 10 held-out prompts answered"
-    main.generate_and_score(main.fetch_prompts({"": 4}), Batch(Objective(main.settings)), lambda: None)
-    assert main.activity.shown()["done"] == "4 of 4 prompts answered"
-
-
 # Dynamic sampling
 
 
@@ -356,24 +340,6 @@ def test_the_reward_of_a_step_is_of_all_completions_that_it_made(services: Servi
     assert (metrics["reward_mean"], metrics["reward_trained_mean"]) == (0.8, 0.5)
     assert steps.loop.state.rewards == [0.8], "of which the summary is made"
     assert len(steps.files.record_step.call_args.args[2]) == 10
-
-
-def test_without_dynamic_sampling_all_completions_are_trained_on(services: Services) -> None:
-    steps = services.steps()
-    steps.next()
-    assert steps.metrics["reward_mean"] == 0.5
-    assert "reward_trained_mean" not in steps.metrics
-
-
-@pytest.mark.parametrize("advantage", ["gae", "reinforce"])
-def test_groups_of_one_are_all_kept_where_they_teach(services: Services, advantage: str) -> None:
-    settings = services.settings(group_size=1, advantage=advantage, dynamic_sampling_tries=3)
-    main = services.main(settings)
-    batch = Batch(Objective(settings))
-    while batch.missing:
-        batch.add(main.generate_and_score(main.fetch_prompts(batch.missing), batch, lambda: None))
-    assert [group.prompt.position for group in batch.groups] == [0, 1, 2, 3]
-    assert (batch.counts["groups_resampled"], len(services.rollouts.asked("POST /generate"))) == (0, 4)
 
 
 # A prompt that cannot be generated
@@ -611,13 +577,6 @@ class CollectorServices:
     def set_cursor(self, request: dict[str, Any]) -> dict[str, Any]:
         self.cursors.append((request["consumer"], request["cursor"]["epoch"]))
         return dict(request["cursor"])
-
-
-def test_a_collector_leaves_out_what_cannot_be_generated(services: Services) -> None:
-    served = CollectorServices(services, 12)
-    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=500)
-    services.collect()
-    assert sorted(group["prompt"]["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
 
 
 @pytest.mark.parametrize(
