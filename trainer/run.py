@@ -34,7 +34,7 @@ from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
-from trainer.model.policy import load_policy
+from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
@@ -134,11 +134,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         )
         services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack, status)
         status.begin("starting", "preparing the first step")
-        total_steps = _total_steps(settings, data)
-        needs_reference = settings.kl_coef > 0 and not policy.has_adapters
-        reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
-        teachers = load_teachers(settings, policy, ranks)
-        learner = Learner(settings, policy, ranks, reference, total_steps, teachers)
+        learner = _learner(settings, policy, ranks, data)
         every = settings.keep_checkpoints_every
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks, every)
         critic = CriticLearner(learner) if settings.has_critic else None
@@ -193,12 +189,14 @@ def _connect(
     return services, data
 
 
-def _total_steps(settings: TrainerSettings, data: DataStats) -> int:
-    """Return the steps of the run; warn if the data end before MAX_STEPS."""
+def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: DataStats) -> Learner:
+    """Return the policy's learner, with reference and teachers loaded; warn if the data end before MAX_STEPS."""
     total_steps = settings.total_steps(data.train_prompts)
     if total_steps < settings.max_steps:
         log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
-    return total_steps
+    needs_reference = settings.kl_coef > 0 and not policy.has_adapters
+    reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
+    return Learner(settings, policy, ranks, reference, total_steps, load_teachers(settings, policy, ranks))
 
 
 def _drive(
