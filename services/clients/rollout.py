@@ -35,30 +35,10 @@ from services.weights.policy_store import ADAPTER_NAME
 log = get_logger(__name__)
 
 
-class CompletionDecoder:
-    """A decoder of completions that came in several pieces, between which the bytes of a character may be cut.
-
-    It loads the model's tokenizer at its first call, because most runs have no such completions.
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self._load = functools.cache(functools.partial(_load_tokenizer, model_name))
-        self._loading = asyncio.Lock()
-
-    async def decode(self, completion: TokenSequence, stop: Sequence[str]) -> TokenSequence:
-        """Return a completion with the text that an engine gives for one request: no special tokens, and no ``stop``.
-
-        A model without a tokenizer.json keeps the texts of the pieces.
-        """
-        async with self._loading:
-            tokenizer = await asyncio.to_thread(self._load)
-        if tokenizer is None:
-            return completion
-        return completion.model_copy(update={"completion": _text(tokenizer, completion, stop)})
-
-
-def _load_tokenizer(model_name: str) -> Tokenizer | None:
+def _load_tokenizer(model_name: str | None) -> Tokenizer | None:
     """Load a tokenizer without transformers, which collectors do not have; None, with a warning, if that fails."""
+    if model_name is None:
+        return None
     try:
         return Tokenizer.from_file(str(model_file(model_name, "tokenizer.json")))
     except Exception as error:  # noqa: BLE001  # tokenizers raises no narrower one
@@ -179,7 +159,9 @@ class RolloutClient(HttpClient):
             max_connections=None,
         )
         self._vocab_size = vocab_size
-        self._decoder = None if model_name is None else CompletionDecoder(model_name)
+        # Loaded at its first use, because most runs have no completions of several pieces.
+        self._tokenizer = functools.cache(functools.partial(_load_tokenizer, model_name))
+        self._loading = asyncio.Lock()
         self.seed_each_completion = seed_each_completion
         self.lora_path = lora_path
         self._places = asyncio.Semaphore(max_concurrency)
@@ -299,9 +281,13 @@ class RolloutClient(HttpClient):
         TOKENS.inc(sum(completion.tokens for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
         sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
-        if begun.tokens and self._decoder is not None:
-            done = [await self._decoder.decode(whole, params.stop) for whole in sorted_by_end.done]
-            return replace(sorted_by_end, done=done)
+        if begun.tokens and sorted_by_end.done:
+            async with self._loading:
+                tokenizer = await asyncio.to_thread(self._tokenizer)
+            if tokenizer is not None:
+                texts = [{"completion": _text(tokenizer, one, params.stop)} for one in sorted_by_end.done]
+                done = [one.model_copy(update=text) for one, text in zip(sorted_by_end.done, texts, strict=True)]
+                return replace(sorted_by_end, done=done)
         return sorted_by_end
 
     async def _ask(self, body: dict[str, Any], headers: dict[str, str], deadline: float) -> httpx.Response:
@@ -335,7 +321,9 @@ def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int,
     for part in received:
         whole = begun.so_far.then(part)
         is_aborted = part.finish_reason is FinishReason.ABORT
-        if whole.tokens >= most or _has_ended(part, piece):
+        # A piece that the engine cut short has filled the model's context.
+        is_short = part.finish_reason is FinishReason.LENGTH and part.tokens < piece
+        if whole.tokens >= most or is_short or part.finish_reason is FinishReason.STOP:
             done.append(whole.model_copy(update={"finish_reason": FinishReason.LENGTH}) if is_aborted else whole)
             COMPLETIONS.labels(done[-1].finish_reason.value).inc()
             continue
@@ -345,10 +333,3 @@ def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int,
         if whole.tokens:
             unfinished.append(_Begun(begun.key, whole))
     return _Reply(done, unfinished)
-
-
-def _has_ended(received: TokenSequence, piece: int) -> bool:
-    """Return whether a completion ended before the ``piece`` tokens that were asked for."""
-    # A piece that the engine cut short has filled the model's context.
-    is_short = received.finish_reason is FinishReason.LENGTH and received.tokens < piece
-    return is_short or received.finish_reason is FinishReason.STOP

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import socket
 import time
@@ -15,8 +14,7 @@ from pydantic import BaseModel
 from structlog.testing import capture_logs
 
 from services.core.errors import DependencyLostError
-from services.http import client as module
-from services.http.client import POOL_REQUESTS, HttpClient, RequestRefusedError
+from services.http.client import HttpClient, RequestRefusedError
 from tests.waiting import IDLE_SECONDS
 
 
@@ -174,39 +172,6 @@ async def test_waiting_for_health_ends_when_healthy_or_at_the_deadline_with_the_
     async with listening(Script([(503, "", '{"status": "starting"}')])) as script, client(script) as http:
         with pytest.raises(DependencyLostError, match=r"not healthy after 0.3 s: /health answered 503 .*starting"):
             await http.wait_healthy(0.3)
-
-
-@pytest.mark.parametrize("limit", [None, 5])
-async def test_requests_at_once_are_spread_over_pools_of_a_few_connections_unless_these_are_limited(
-    limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """httpcore's work for a request grows with the connections of its pool."""
-    pools: list[int | None] = []
-    make = module.pool_for
-    monkeypatch.setattr(module, "pool_for", lambda url, most: pools.append(most) or make(url, most))
-    connections, most = 0, 2 * POOL_REQUESTS + 1
-    all_there = asyncio.Event()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        if connections == (limit or most):
-            all_there.set()
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while await reader.readuntil(b"\r\n\r\n"):
-                await all_there.wait()
-                writer.write(b"HTTP/1.1 200 x\r\nContent-Length: 0\r\n\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    async with server, asyncio.timeout(IDLE_SECONDS):
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with HttpClient(url, max_connections=limit) as client:
-            await asyncio.gather(*(client.request("GET", "/x") for _ in range(most)))
-            assert (pools, connections) == (([None] * 3, most) if limit is None else ([limit], limit))
-            for _ in range(3):
-                await client.request("GET", "/x")
-            assert connections == (limit or most), "requests one after the other use the connections that are there"
 
 
 async def test_a_service_that_fails_is_a_lost_dependency(retries: Retries) -> None:
