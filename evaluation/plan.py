@@ -274,7 +274,7 @@ def _asked(
             f"{str(settings.sources)!r} are episodes of environments alone, and this command asks questions. The run's "
             "own evaluations play EVAL_PROMPTS held-out seeds: see accuracy and eval_reward in its metrics.jsonl. To "
             "play a model afterwards, serve it by services.rollout_server and play it by grpo trajectories "
-            "(docs/guides/environment.md). For questions give --dataset"
+            "(docs/guides/agents.md). For questions give --dataset"
         )
     return asked, [name for name in played if played[name]]
 

@@ -1,6 +1,6 @@
 """``grpo fork``: a new run from a step of another one, with the same state, whose only difference is a setting.
 
-docs/guides/forking.md has examples.
+docs/guides/operating.md has examples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``grpo explain`` and ``grpo verify``: steps of a run, computed again from their records, explained or compared.
 
-docs/guides/explaining.md has examples. ``python -m scripts.explain OPTIONS`` is one rank of either, as torchrun starts
+docs/guides/operating.md has examples. ``python -m scripts.explain OPTIONS`` is one rank of either, as torchrun starts
 it; rank 0 prints the result.
 """
 

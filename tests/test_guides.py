@@ -4,7 +4,8 @@ The word after a block's language gives its kind:
 
     bash            commands, run one after the other
     bash terminal   a service that runs on while the blocks below it are run
-    bash long       trains or evaluates: its jobs are checked by dry runs; on the pages of WHOLE, it is run
+    bash long       trains or evaluates: its jobs are checked by dry runs
+    bash reasoning  needs reasoning-gym: left out where its package is missing
     bash gpu        needs a GPU: its jobs are checked by dry runs
     bash cluster    for SkyPilot: its options are checked (tests/test_documents.py)
     bash kubectl    for Kubernetes: not checked
@@ -17,6 +18,7 @@ The word after a block's language gives its kind:
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -38,9 +40,8 @@ from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 from trainer.config import TrainerSettings
 
-GUIDES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))} | {"skill": SKILL}
-WHOLE = {"forking"}
-"""The pages whose long blocks are run, too; other tests train with what the others show."""
+GUIDES = {page.stem: page for page in (*sorted((ROOT / "docs/guides").glob("*.md")), ROOT / "docs/gpus.md")}
+GUIDES |= {"skill": SKILL}
 DEMO_MODEL = ".cache/models/smollm2-135m"
 # Ports in the pages, which each run of a page replaces by free ports.
 PORT = re.compile(r"\b(?:30000|80[08][0-5])\b")
@@ -130,8 +131,6 @@ def end(shell: subprocess.Popen[bytes]) -> None:
 def test_a_guides_commands_run_and_its_jobs_are_accepted(
     page: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page == "reasoning-gym":
-        pytest.importorskip("reasoning_gym", reason="no reasoning-gym, which needs a C compiler")
     desk = Desk(tmp_path, tiny_model, monkeypatch)
     remaining = iter(blocks(GUIDES[page]))
 
@@ -139,11 +138,13 @@ def test_a_guides_commands_run_and_its_jobs_are_accepted(
         for block in remaining:
             if block.words & {"cluster", "kubectl", "install"} or block.language in ("jinja", "text"):
                 continue
+            if "reasoning" in block.words and importlib.util.find_spec("reasoning_gym") is None:
+                continue
             if block.file is not None:
                 (desk.folder / block.file).write_text(desk.given(block.text))
             elif block.language == "yaml":
                 yaml.safe_load(block.text)
-            elif "gpu" in block.words or ("long" in block.words and page not in WHOLE):
+            elif block.words & {"gpu", "long"}:
                 desk.check_jobs(block)
             elif "terminal" in block.words:
                 with desk.running(block):
@@ -159,7 +160,7 @@ def test_a_guides_commands_run_and_its_jobs_are_accepted(
 
 
 def test_the_guides_agent_is_that_of_the_demo() -> None:
-    [shown] = [block.text for block in blocks(GUIDES["agent"]) if block.file == "my_agent.py"]
+    [shown] = [block.text for block in blocks(GUIDES["agents"]) if block.file == "my_agent.py"]
     assert shown == (ROOT / "evaluation/multiplying_agent.py").read_text()
 
 
@@ -175,7 +176,8 @@ def test_no_guide_overwrites_the_file_of_another() -> None:
 
 
 def test_settings_of_the_larger_model_are_the_trainers() -> None:
-    rows = re.findall(r"^\| [^|]+ \| [^|]*?`([A-Z_]+)=(\w+)`", GUIDES["larger-model"].read_text(), re.MULTILINE)
+    [_, section] = GUIDES["gpus"].read_text().split("\n## A larger model\n")
+    rows = re.findall(r"^\| [^|]+ \| [^|]*?`([A-Z_]+)=(\w+)`", section.partition("\n## ")[0], re.MULTILINE)
     assert len(rows) >= 4
     for name, value in rows:
         TrainerSettings.model_validate({name.lower(): value})

@@ -69,11 +69,3 @@ def test_its_python_compiles() -> None:
     for block in blocks(PAGE):
         if block.language == "python":
             compile(block.text, "README.md", "exec")
-
-
-def test_its_plot_of_a_run_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.1}\n{"step": 2, "reward_mean": 0.5}\n')
-    monkeypatch.chdir(tmp_path)
-    [line] = [line for block in blocks(PAGE) for line in block.text.splitlines() if line.startswith("run.metrics.plot")]
-    exec(f"from pathlib import Path\nfrom local_runner.train import Run\nrun = Run(Path())\n{line}\n", {})
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

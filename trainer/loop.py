@@ -118,7 +118,7 @@ class TrainingLoop:
         self.checkpoints.poll()
 
     def step(self) -> bool:
-        """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
+        """Take one training step, numbered as in docs/architecture.md; return False when no training prompt is left."""
         settings, services, state = self.settings, self.services, self.state
         self.profile.begin(state.step + 1)
         batch = Batch(self.objective, self.quotas)

@@ -150,7 +150,7 @@ class SourcesSettings(Settings):
 
     sources: Path | None = None
     """A YAML file with the sources of a run of many tasks, each with a dataset, a ratio and settings of its own;
-    docs/guides/sources.md. Unset: DATASET is the only source."""
+    docs/guides/agents.md. Unset: DATASET is the only source."""
 
     _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
     _sources: Sources = PrivateAttr(default_factory=lambda: Sources((MAIN,)))
@@ -252,7 +252,7 @@ class MethodSettings(Settings):
 
     method: Method = Method.RL
     """`rl`: the policy samples answers and learns from their rewards, or from a teacher. `sft`: it learns the tokens of
-    rows with `messages`, or with `prompt` and `completion`, as they are; docs/guides/sft.md."""
+    rows with `messages`, or with `prompt` and `completion`, as they are; docs/guides/objectives.md."""
 
 
 class RewardWeightSettings(Settings):
@@ -329,7 +329,7 @@ class EnginesSection(DeterminismSettings, DeadlineSettings):
     rollout-server and ENGINE_SLEEPS; jobgroups/colocated.yaml has both."""
     engine_sleeps: bool = False
     """Engines that share the trainer's GPU give its memory away while the trainer trains, and take it back with the
-    next version (`MODE=sync`); docs/guides/one-gpu.md has a preset. SGLang keeps a copy of its weights in host memory
+    next version (`MODE=sync`); docs/gpus.md has a preset. SGLang keeps a copy of its weights in host memory
     for it. The embedded engine's weights stay on the GPU."""
     lora_rank: int = Field(0, ge=0)
     """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. SGLang reserves room for

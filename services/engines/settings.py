@@ -60,7 +60,7 @@ class RolloutSettings(EngineSettings, EnginesSection):
     """The trainer's GROUP_SIZE."""
     router_extra_flags: str = ""
     """More flags for `sglang_router.launch_router`, as on a command line, such as `--policy round_robin`. They win over
-    the launcher's own, which docs/rollouts.md lists. [advanced]"""
+    the launcher's own, which docs/architecture.md lists. [advanced]"""
 
     @property
     def stale_seconds(self) -> float:

@@ -22,9 +22,8 @@ from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import with_layers
 from tests.trainer.tiny import random_groups, with_heads_of
 from trainer.algorithm.attention_layout import TILE
-from trainer.capacity.catalogue import CONFIGS
 from trainer.capacity.need import CUDA_CONTEXT, needed, uncompiled_layer_bytes
-from trainer.capacity.shape import ModelShape
+from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import USABLE, work_of
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing

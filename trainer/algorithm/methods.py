@@ -1,7 +1,7 @@
 """The names of the algorithm's methods, and the values that their papers give them.
 
 Settings read this module, so it must load without torch. A name of the form ``module:function`` stands for a function
-of the user's; docs/guides/own-loss.md has the contracts.
+of the user's; docs/guides/objectives.md has the contracts.
 """
 
 from __future__ import annotations

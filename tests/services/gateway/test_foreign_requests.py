@@ -15,7 +15,7 @@ from services.gateway.requests import IGNORED, REFUSED
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.services.gateway.test_malformed_bodies import BODIES
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/agent.md"
+GUIDE = Path(__file__).parents[3] / "docs/guides/agents.md"
 PARAMETERS = {**ADD["function"]["parameters"], "required": ["a", "b"], "additionalProperties": False}
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12+30?"}
 STRICT = {"type": "function", "function": {**ADD["function"], "parameters": PARAMETERS, "strict": True}}

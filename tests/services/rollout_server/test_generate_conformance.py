@@ -192,5 +192,5 @@ async def test_a_profile_shows_what_the_engine_computed(server: Nodes, tmp_path:
         generate(server)
         await worker.end_profile()
     # SGLang answers before its trace is written.
-    [trace] = await eventually(lambda: list((tmp_path / "profile").glob("*trace.json.gz")))
+    [trace] = await eventually(lambda: list((tmp_path / "profile").rglob("*trace.json.gz")))
     await eventually(lambda: b"aten::" in gzip.decompress(trace.read_bytes()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from local_runner.nodes import Run, allocate, node_environment
+from local_runner.nodes import LocalRun, allocate, node_environment
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
@@ -157,7 +157,7 @@ def test_a_node_of_the_local_runner_places_its_engines_on_its_share_of_the_machi
     task = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=4, environment={"SGLANG_TP_SIZE": "2"})
     group = JobGroup("group", (task,))
     with allocate(group) as local:
-        own = node_environment(Run(group, "run", tmp_path, local, names), task, 1)
+        own = node_environment(LocalRun(group, "run", tmp_path, local, names), task, 1)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     found = places("no/model", machine.promised_gpus() or 0)
