@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from services.core.endpoints import Endpoint
+import pytest
+
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, Endpoint
 from services.protocol.replay import GROUPS_TYPE, AddGroupsRequest, unframed
 
 Route = Callable[[dict[str, Any]], Any]
@@ -78,3 +80,9 @@ def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def name_router(router: FakeService, monkeypatch: pytest.MonkeyPatch, **others: str) -> None:
+    """Have clients find a service as the job group's router; ``others`` are nodes' addresses by name and port."""
+    address = f"{router.endpoint.host}:{router.endpoint.port}"
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address, **others}))

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from tests.pretend_cuda.compiled import kept_bytes
 from tests.pretend_cuda.learner import (
     bytes_of_device,
+    preflight,
     tracked_pass,
     without_compilation,
 )
-from trainer.capacity.need import CUDA_CONTEXT, needed, stored_bytes, uncompiled_layer_bytes
+from trainer.capacity.need import CUDA_CONTEXT, stored_bytes, uncompiled_layer_bytes
 from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
@@ -61,9 +61,7 @@ def settings_of(*, has_checkpointing: bool) -> TrainerSettings:
 
 def forecast(config: PretrainedConfig, settings: TrainerSettings) -> int:
     """Return the preflight's bytes of a GPU in the first forward and backward pass, before which no gradients exist."""
-    shape = ModelShape.of(config)
-    memory = torch.cuda.get_device_properties(0).total_memory
-    need = needed(shape, work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=RANKS, compute_bytes=2))
+    need = preflight(config, settings, RANKS)
     return need.total("device") - (need.device["gradients"] + need.device["moments"] + CUDA_CONTEXT)
 
 

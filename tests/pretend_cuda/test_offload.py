@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.pretend_cuda.learner import (
     bytes_of_device,
     packed_sequences,
+    preflight,
     pretended_policy,
     pretended_ranks,
     tracked_pass,
@@ -20,9 +20,8 @@ from tests.pretend_cuda.learner import (
 from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import RANKS, SEQUENCE, TOKENS, with_layers
 from tests.pretend_cuda.test_step import is_copy_to_the_device
-from trainer.capacity.need import CUDA_CONTEXT, needed, uncompiled_layer_bytes
-from trainer.capacity.shape import CONFIGS, ModelShape
-from trainer.capacity.work import work_of
+from trainer.capacity.need import CUDA_CONTEXT, uncompiled_layer_bytes
+from trainer.capacity.shape import CONFIGS
 from trainer.config import TrainerSettings
 
 pytestmark = pytest.mark.cuda
@@ -60,10 +59,7 @@ def peak(layers: int) -> tuple[int, int]:
         found = bytes_of_device(tracked.tracker, "peak")
         tracked.optimizer.step()
     assert {x.device.type for moments in tracked.optimizer.state.values() for x in moments.values()} == {"cpu"}
-    shape = ModelShape.of(config)
-    memory = torch.cuda.get_device_properties(0).total_memory
-    need = needed(shape, work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=RANKS, compute_bytes=2))
-    return found, need.total("device") - CUDA_CONTEXT
+    return found, preflight(config, settings, RANKS).total("device") - CUDA_CONTEXT
 
 
 def test_a_gpu_has_no_state_and_takes_the_bytes_that_the_preflight_says() -> None:

@@ -21,15 +21,15 @@ from local_runner.spec import env_file
 from tests.pretend_cuda.learner import (
     bytes_of_device,
     packed_sequences,
+    preflight,
     pretended_policy,
     pretended_ranks,
     tracked_pass,
     without_compilation,
 )
 from tests.pretend_cuda.test_memory import DEPTHS, with_layers
-from trainer.capacity.need import BETWEEN_STEPS, needed, uncompiled_layer_bytes
-from trainer.capacity.shape import CONFIGS, ModelShape
-from trainer.capacity.work import work_of
+from trainer.capacity.need import BETWEEN_STEPS, uncompiled_layer_bytes
+from trainer.capacity.shape import CONFIGS
 from trainer.config import TrainerSettings
 from trainer.model.sharding import leave_gpu
 from trainer.rank_calls import RankCalls
@@ -104,10 +104,7 @@ def test_nothing_that_any_model_gathered_stays_while_the_engine_generates() -> N
 
 def foreseen(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
     """Return what the preflight says of the first step, in which there are no moments yet, and of the time after it."""
-    shape = ModelShape.of(config)
-    memory = torch.cuda.get_device_properties(0).total_memory  # a larger card computes more logits at once
-    work = work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=1, compute_bytes=2)
-    parts = needed(shape, work).device
+    parts = preflight(config, settings).device
     step = sum(size for part, size in parts.items() if part not in ("gradients", "moments", "CUDA"))
     return Bytes(step, sum(parts.get(part, 0) for part in BETWEEN_STEPS if part != "CUDA"))
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import psutil
 
 from services.clients.rollout import RolloutClient, SamplingParams
@@ -45,14 +44,10 @@ def fake_nodes(directory: Path, count: int = 1, **environment: str) -> FakeNodes
 class FakeNodes(Nodes):
     """Nodes whose version v has the weights v."""
 
-    def write_version(self, version: int) -> Path:
-        """Puts a version on the shared volume, and tells no worker."""
-        (self.store.begin(version) / "weights.txt").write_text(str(version))
-        return self.store.commit(version)
-
     def publish(self, version: int, model: Path | None = None) -> Path:
         """Publishes as a trainer does: a worker that does not take the version leaves the routing."""
-        path = self.write_version(version)
+        (self.store.begin(version) / "weights.txt").write_text(str(version))
+        path = self.store.commit(version)
         asyncio.run(self._update_workers(path, version))
         return path
 
@@ -70,10 +65,6 @@ class FakeNodes(Nodes):
         yield
         self.wait_until(lambda: self.log(rank).count(REGISTERED) > before, "the worker is registered anew")
 
-    def wait_for_version(self, version: int, rank: int) -> None:
-        """Waits until a node's engine serves a version."""
-        self.wait_until(lambda: self._version_or_none(rank) == str(version), f"version {version}")
-
     def all_processes(self) -> list[psutil.Process]:
         """The launchers and everything below them."""
         launchers = [psutil.Process(node.process.pid) for node in self.nodes.values() if node.process.poll() is None]
@@ -81,12 +72,6 @@ class FakeNodes(Nodes):
 
     def log(self, rank: int) -> str:
         return self.nodes[rank].log.read_text()
-
-    def _version_or_none(self, rank: int) -> str | None:
-        try:
-            return self.version(rank)
-        except httpx.TransportError:
-            return None
 
     async def _update_workers(self, path: Path, version: int) -> None:
         async with RouterAdmin(self.router, TOKEN) as router:

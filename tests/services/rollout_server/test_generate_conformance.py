@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.engines.engine import WorkerRefusedError
-from services.engines.router import RouterAdmin
 from services.protocol.rewards import FinishReason
 from tests.services.rollout_server.conftest import logprobs_by
 from tests.services.rollout_server.nodes import TOKEN, Nodes
@@ -118,12 +117,6 @@ async def test_a_sequence_is_rescored_without_generating(server: Nodes, referenc
         assert await worker.rescore(ids) == wanted
 
 
-async def test_the_router_names_the_workers_engine(server: Nodes) -> None:
-    async with RouterAdmin(server.router, TOKEN) as router:
-        [worker] = await router.workers()
-    assert type(worker.engine(TOKEN, timeout=IDLE_SECONDS)) is type(server.admin())
-
-
 def test_what_cannot_be_done_is_refused_with_400(server: Nodes) -> None:
     for wrong in (
         {"temperatur": 1.0},
@@ -134,26 +127,6 @@ def test_what_cannot_be_done_is_refused_with_400(server: Nodes) -> None:
     ):
         assert generate(server, **wrong).status_code == 400, wrong
     assert generate(server).status_code == 200
-
-
-def test_requests_at_once_are_all_answered(server: Nodes, reference: Any) -> None:
-    replies: dict[int, Any] = {}
-
-    def ask(operand: int) -> None:
-        replies[operand] = generate(server, worker=False, ids=[2 + operand, 12, 5, 14], n=4, max_new_tokens=12).json()
-
-    threads = [threading.Thread(target=ask, args=(operand,)) for operand in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(replies) == list(range(10))
-    for operand, completions in replies.items():
-        assert len(completions) == 4
-        for completion in completions:
-            ids = [2 + operand, 12, 5, 14, *completion["output_ids"]]
-            given = [pair[0] for pair in completion["meta_info"]["output_token_logprobs"]]
-            assert given == logprobs_by(reference, ids, 4)
 
 
 def test_an_aborted_request_answers_200_with_what_it_has(server: Nodes) -> None:

@@ -6,16 +6,13 @@ SGLang on a CPU has no memory saver: its routes answer as on a GPU, and free not
 from __future__ import annotations
 
 import asyncio
-import signal
-from pathlib import Path
 
 import pytest
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
 from services.engines.engine import Engine, WorkerRefusedError
-from services.engines.router import RouterAdmin
-from tests.services.rollout_server.conftest import ENGINES, PROBE, check_installed
+from tests.services.rollout_server.conftest import PROBE
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
@@ -68,30 +65,3 @@ async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, 
         await worker._ask("POST", "/resume_memory_occupation", {})
     await asyncio.to_thread(server.wait_until, lambda: server.serves(0), "the engine, restarted if it died")
     await asyncio.to_thread(server.wait_registered, [0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_launchers_wake_their_engines_or_start_them_awake(engine: str, tiny_model: Path, tmp_path: Path) -> None:
-    """As after a trainer that died while engines slept: it wrote a version that it did not deliver."""
-    check_installed(engine)
-    nodes = Nodes(tmp_path, tiny_model, engine=engine)
-    try:
-        await asyncio.to_thread(nodes.start_all)
-        async with (
-            nodes.admin() as worker,
-            RouterAdmin(nodes.router, TOKEN) as router,
-        ):
-            await worker.sleep()
-            nodes.publish(3)
-            await router.remove(worker.url)
-            await asyncio.to_thread(nodes.wait_until, lambda: nodes.serves(3), "the version on the volume")
-            await asyncio.to_thread(nodes.wait_registered, [0])
-            assert len(await worker.rescore(PROBE)) == len(PROBE) - 1
-            await worker.sleep()
-            nodes.nodes[0].engine.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(nodes.wait_until, lambda: nodes.serves(3), "an engine that is awake")
-            await asyncio.to_thread(nodes.wait_registered, [0])
-            assert len(await worker.rescore(PROBE)) == len(PROBE) - 1
-    finally:
-        nodes.stop()

@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import asynccontextmanager
 
+import orjson
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -148,6 +149,25 @@ def test_a_run_opens_with_its_plots_and_the_important_ones_come_first(open_page,
     append(run / "metrics.jsonl", [metrics(42) | {"learning_rate": 2e-6}])
     page.reload()
     expect(page.locator("#plot-learning-rate")).to_be_visible()
+
+
+def test_metrics_that_only_some_runs_have_are_shown_where_they_are(open_page, tmp_path):
+    told = {"reward_trained_mean": 0.5, "turns_mean": 2.5, "turns_max": 4.0, "tool_calls_mean": 1.5}
+    told |= {"tool_calls_parsed": 0.9, "branches_mean": 0.25, "episodes_failed": 4, "episodes_failed_timeout": 4}
+    run = write_run(tmp_path / "run", 3)
+    append(run / "metrics.jsonl", [metrics(4) | told])
+    page = open_page(view(run))
+    page.locator("#constant > summary").click()
+    for plot, text in {
+        "reward-trained": r"step 4: reward 0\.5\.",
+        "turns": r"step 4: mean 2\.5, most 4\.",
+        "tool-calls": r"step 4: tool calls 1\.5, branches 0\.25\.",
+        "parsed": r"step 4: parsed 0\.9\.",
+        "failed": r"step 4: all 4, timeout 4\.",
+    }.items():
+        says(page, plot, text)
+    rows = list(csv.DictReader(saved(page, "Save metrics as CSV", "run-metrics.csv").decode().splitlines()))
+    assert (rows[0]["accuracy"], rows[-1]["turns_max"]) == ("0.4", "4")
 
 
 def test_a_plot_is_used_by_mouse_and_by_keyboard_alone(open_page, tmp_path):
@@ -521,6 +541,15 @@ def test_runs_are_compared_in_a_table_and_in_plots(open_page, runs):
     page.get_by_label("only what differs").check()
     expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
     expect(page.locator("#settings tr.differs .changed")).to_have_text("exact_match")
+
+
+def test_failed_and_forked_runs_are_in_the_table(open_page, runs, tmp_path):
+    short, good, _ = runs
+    (good / "fork.json").write_bytes(orjson.dumps({"parent": "short", "at": 4, "changes": ["LOSS=gspo"]}))
+    page = open_page(view(short, good, failed(tmp_path / "bad")))
+    expect(row(page, "good").locator(".note")).to_contain_text("short → good (from step 4: LOSS=gspo)")
+    expect(row(page, "bad").locator(".note")).to_contain_text(ERROR)
+    assert cells(page, "bad")[:2] == ["failed", DASH]
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

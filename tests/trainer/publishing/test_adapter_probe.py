@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 
-from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.tasks import ServiceThread
 from services.weights.policy_store import ADAPTER_NAME
-from tests.fake_service import FakeService, fake_service
+from tests.fake_service import FakeService, fake_service, name_router
 from trainer.config import TrainerSettings
 from trainer.publishing.probe import AdapterProbe
 from trainer.publishing.publisher import Publisher
@@ -51,8 +49,7 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     with fake_service({}) as service, fake_service({}) as router:
-        address = f"{router.endpoint.host}:{router.endpoint.port}"
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        name_router(router, monkeypatch)
         yield Worker(service, router)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -10,10 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.tasks import ServiceThread
 from services.protocol.groups import Group
-from tests.fake_service import fake_service
+from tests.fake_service import fake_service, name_router
 from tests.sequences import changed
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.test_lost_services import group
@@ -49,8 +47,7 @@ def test_a_completion_that_cannot_be_probed_costs_no_worker(
     with fake_service({"POST /generate": generate}) as worker, fake_service({}) as router, ServiceThread() as thread:
         registered = {"id": "w", "url": worker.endpoint.url, "is_healthy": True}
         router.routes |= {"GET /workers": lambda _: {"workers": [registered]}, "DELETE /workers/w": lambda _: {}}
-        address = f"{router.endpoint.host}:{router.endpoint.port}"
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        name_router(router, monkeypatch)
         publisher = Publisher(learner.settings, thread, cast(VersionWriter, MagicMock()))
         probe = Probe(publisher, learner.policy, learner.logprobs)
         prepare = Objective(learner.settings).training_group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
@@ -22,13 +21,12 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
-from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.machine import memory_directory, memory_of_run
 from services.core.tasks import InterruptedCallError, ServiceThread
 from services.engines.router import Worker
 from services.weights.policy_store import PolicyStore
-from tests.fake_service import fake_service
+from tests.fake_service import fake_service, name_router
 from tests.tolerance import both_types
 from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
@@ -98,8 +96,7 @@ class ForgetfulVolume:
             "GET /model_info": lambda _: {"weight_version": str(self.served)},
         }
         router = stack.enter_context(fake_service({"GET /workers": self.workers, "DELETE /workers/w": self.remove}))
-        address = f"{router.endpoint.host}:{router.endpoint.port}"
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        name_router(router, monkeypatch)
 
     def load(self, request: dict[str, Any]) -> Any:
         self.loads += 1
@@ -170,8 +167,7 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_worker(
     with ExitStack() as stack:
         ranks, thread = stack.enter_context(join_ranks()), stack.enter_context(ServiceThread(asked.is_set))
         router = stack.enter_context(fake_service({"GET /workers": no_worker}))
-        address = f"{router.endpoint.host}:{router.endpoint.port}"
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        name_router(router, monkeypatch)
         # So that a publication which does not listen fails soon.
         monkeypatch.setattr(publisher_module, "PUBLISH_SECONDS", IDLE_SECONDS)
         publisher = make(tmp_path, (ranks, thread), transport)

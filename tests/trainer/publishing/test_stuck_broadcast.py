@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 import structlog
 
-from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
 from services.weights.broadcast_group import CUMEM, match_engines_nccl
 from services.weights.policy_store import PolicyStore
-from tests.fake_service import FakeService, fake_service
+from tests.fake_service import FakeService, fake_service, name_router
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings, Transport
@@ -132,12 +131,7 @@ def publisher(members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         router.routes["GET /workers"] = worker.workers
         for number in range(5):
             router.routes[f"DELETE /workers/w{number}"] = worker.remove
-        address = f"{router.endpoint.host}:{router.endpoint.port}"
-        addresses = {
-            f"rollout-server-0:{ROUTER_PORT}": address,
-            f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": "127.0.0.1:1",
-        }
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
+        name_router(router, monkeypatch, **{f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": "127.0.0.1:1"})
         made = Publisher(settings, thread, VersionWriter(settings, load_policy(settings, ranks), ranks))
         assert made.broadcaster is not None
         made.broadcaster.flattens = True  # as over NCCL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
 from services.engines.engine import ASLEEP, Embedded
 from services.engines.router import Worker
 from services.weights.policy_store import PolicyStore
-from tests.fake_service import FakeService, fake_service
+from tests.fake_service import FakeService, fake_service, name_router
 from tests.waiting import IDLE_SECONDS
 from trainer.config import TrainerSettings
 from trainer.publishing import publisher as module
@@ -54,8 +52,7 @@ def router(worker: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
             return {}
 
         made.routes["DELETE /workers/w"] = remove
-        address = f"{made.endpoint.host}:{made.endpoint.port}"
-        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        name_router(made, monkeypatch)
         yield made
 
 

@@ -172,19 +172,13 @@ class Engine:
             for dtype, shape in zip(request["dtypes"], request["shapes"], strict=True):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 work = group.broadcast(tensor, 0)
-                # A collective over NCCL that has lost a member never ends; one over gloo may, if it is small.
-                blocks = self.fault.get("broken_broadcast") == "abort"
-                while blocks or not work.is_completed():
+                while not work.is_completed():
                     time.sleep(TOKEN_SECONDS)
                     if name not in self.groups:
-                        if blocks:
-                            os.abort()  # as torch's watchdog
                         return set()
                 found |= set(tensor.flatten().tolist())
             return found
 
-        if self.fault.pop("receive", None) == "abort":
-            os.abort()
         found = set[float]().union(*in_threads(receive, self.groups[name]))
         if len(found) != 1 or not self.update_is_open:
             return 400, {"success": False, "message": f"received {found}, update is open: {self.update_is_open}"}
