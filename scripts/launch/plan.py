@@ -10,9 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from local_runner import checks, nodes, spec
+from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
-from scripts.launch import job_group_text
 from scripts.launch.sizes import Tier, balanced, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
@@ -90,7 +89,7 @@ def plan_of(
         ConfigurationError: the settings are not valid together, or the GPUs are too small for the model.
     """
     before = file.read_text(encoding="utf-8")
-    written = job_group_text.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
+    written = skypilot.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
     model = find_model(size.model or options.get("MODEL_NAME") or written)
     settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
     tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
@@ -111,13 +110,13 @@ def plan_of(
         preset=of_preset,
         notes=[*_left_behind(_named_paths(loaded)), *([reason] if reason else [])],
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"]))),
-        text=job_group_text.edited(before, changes),
+        text=skypilot.edited(before, changes),
     )
 
 
 def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
     """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
-    keys = {(task, key) for task, key in changes if key.removeprefix(f"{job_group_text.ENVS}.") in names}
+    keys = {(task, key) for task, key in changes if key.removeprefix(f"{skypilot.ENVS}.") in names}
     return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
 
 
@@ -287,7 +286,7 @@ def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tup
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
     readers = checks.tasks_by_variable()
     return {
-        (task.name, f"{job_group_text.ENVS}.{name}"): job_group_text.scalar(value)
+        (task.name, f"{skypilot.ENVS}.{name}"): skypilot.scalar(value)
         for name, value in variables.items()
         for task in group.tasks
         if name in task.declared or not set(task.components).isdisjoint(readers.get(name.upper(), [task.name]))
