@@ -273,13 +273,11 @@ def _settings(
         if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
             check_file(variable, Path(path))
     checks.check_together(loaded, group)
-    found = {name: one.settings for name, one in checks.by_class(loaded).items()}
-    trainer, rollout = found["TrainerSettings"], found["RolloutSettings"]
-    assert isinstance(trainer, TrainerSettings), "its class"
-    assert isinstance(rollout, RolloutSettings), "its class"
+    found = checks.settings_by_class(loaded)
+    rollout: RolloutSettings = found["RolloutSettings"]
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
-    return trainer, rollout
+    return found["TrainerSettings"], rollout
 
 
 def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
