@@ -160,17 +160,28 @@ def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(tmp
         assert any(line.startswith("rollout nodes: ") for line in output.splitlines()) == (nodes != 2)
 
 
-def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path) -> None:
-    for name in ("ROLLOUT_ENGINE=embedded", "CUDA_VISIBLE_DEVICES=", "ENGINE_SLEEPS=true"):
-        _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
-        assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in skypilot.values(text)
+# Arguments, and variables of the trainer; the file has no PUBLISH_TRANSPORT.
+FOLLOWS: list[tuple[list[str], dict[str, str | None]]] = [
+    (["--gpus", "H100:1", "--env", "ROLLOUT_ENGINE=embedded"], {"PUBLISH_TRANSPORT": None}),
+    (["--gpus", "H100:1", "--env", "CUDA_VISIBLE_DEVICES="], {"PUBLISH_TRANSPORT": None}),
+    (["--gpus", "H100:1", "--env", "ENGINE_SLEEPS=true"], {"PUBLISH_TRANSPORT": None}),
+    (["--gpus", "H100:8", "--env", "COLOCATE=true", "--trainer-nodes", "2"], {"PUBLISH_TRANSPORT": "disk"}),
+    (["--gpus", "H100:8", "--env", "COLOCATE=true", "--env", "LORA_RANK=32"], {"PUBLISH_TRANSPORT": "disk"}),
+    (["--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true"], {"ROLLOUT": "program", "AGENT": "''"}),
+    # An engine that gets one completion a step has room for a prompt and an answer.
+    (
+        ["--gpus", "H100:8", "--colocate", "--stock", "--trainer-nodes", "4", "--env", "MAX_NEW_TOKENS=256"],
+        {"ENGINE_MAX_TOTAL_TOKENS": "768"},
+    ),
+    (["--gpus", "L40S"], {"MODEL_NAME": "Qwen/Qwen2.5-0.5B-Instruct"}),
+]
 
 
-def test_a_program_gets_the_job_group_of_agents(tmp_path: Path) -> None:
-    _, text = launch(tmp_path, "--model", "0.5B", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true")
-    values = skypilot.values(text)
-    assert "gateway" in {task for task, _ in values}
-    assert (values["ppo-trainer", "envs.ROLLOUT"], values["ppo-trainer", "envs.AGENT"]) == ("program", "''")
+def test_the_trainer_has_the_settings_that_follow_from_the_options(tmp_path: Path) -> None:
+    for arguments, expected in FOLLOWS:
+        _, text = launch(tmp_path, *arguments)
+        values = skypilot.values(text)
+        assert {name: values.get(("ppo-trainer", f"envs.{name}")) for name in expected} == expected, arguments
 
 
 def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path) -> None:
@@ -192,18 +203,6 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert "ENGINE_MAX_TOTAL_TOKENS" in refused(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
 
 
-def test_an_engine_on_the_trainers_gpus_has_room_for_an_answer_even_if_it_gets_one_a_step(tmp_path: Path) -> None:
-    given = ["--stock", "--trainer-nodes", "4", "--env", "MAX_NEW_TOKENS=256"]
-    _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:8", "--colocate", *given)
-    assert skypilot.values(text)["ppo-trainer", "envs.ENGINE_MAX_TOTAL_TOKENS"] == "768", "a prompt and an answer"
-
-
-def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path) -> None:
-    for arguments in (["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]):
-        _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
-        assert skypilot.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
-
-
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
     given = ["--env", "BATCH_SIZE=8", "--env", "GROUP_SIZE=4", "--env", "PUBLISH_TRANSPORT=disk"]
     output, text = launch(tmp_path, "--model", "0.5B", "--trainer-nodes", "2", *given)
@@ -216,12 +215,6 @@ def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> 
     changed = skypilot.values(text).items() - skypilot.values((ROOT / "jobgroup.yaml").read_text()).items()
     assert {key for (_, key), _ in changed} <= {"envs.MIN_WORKERS", "resources.accelerators"}
     assert "preset" not in output
-
-
-def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
-    output, text = launch(tmp_path, "--gpus", "L40S")
-    assert skypilot.values(text)["ppo-trainer", "envs.MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert "MODEL_NAME" not in output
 
 
 def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
