@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,7 +156,9 @@ def results_of(
     drawn = [_drawn(prompt, samples, n) for prompt in prompts]
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
-    sources = _by(lambda prompt: prompt.source or None, prompts, drawn, settings)
+    sources = _by([prompt.source or None for prompt in prompts], drawn, settings)
+    session = settings.eval_session_questions
+    places = [place % session + 1 for place in range(len(prompts))] if session > 1 and not sources else []
     return Results(
         model=checkpoint.model,
         name=checkpoint.name,
@@ -169,8 +171,8 @@ def results_of(
         settings=identity,
         metrics=macro_mean(list(sources.values())) if sources else accuracy(drawn, n, ks),
         sources=sources,
-        categories=_by(lambda prompt: prompt.category, prompts, drawn, settings),
-        questions={} if sources else _by_question(drawn, settings),
+        categories=_by([prompt.category for prompt in prompts], drawn, settings),
+        questions=_by(places, drawn, settings),
         left_out=dict(left_out),
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
@@ -186,24 +188,14 @@ def _drawn(prompt: Prompt, samples: Mapping[Key, Sample], n: int) -> list[Sample
 
 
 def _by(
-    group_of: Callable[[Prompt], str | None],
-    prompts: Sequence[Prompt],
-    drawn: Sequence[Sequence[Sample]],
-    settings: EvaluationSettings,
+    groups: Sequence[str | int | None], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
 ) -> dict[str, Metrics]:
-    """Return ``accuracy`` of each group of prompts, in alphabetical order; prompts of the group None are left out."""
-    groups: dict[str, list[Sequence[Sample]]] = {}
-    for prompt, samples in zip(prompts, drawn, strict=True):
-        if (group := group_of(prompt)) is not None:
-            groups.setdefault(group, []).append(samples)
-    return {name: accuracy(groups[name], settings.eval_samples, settings.ks) for name in sorted(groups)}
-
-
-def _by_question(drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings) -> dict[str, Metrics]:
-    """Return ``accuracy`` by a question's place in its session, from 1 on; empty where sessions have one question."""
-    size = settings.eval_session_questions
-    places = range(min(size, len(drawn)) if size > 1 else 0)
-    return {str(place + 1): accuracy(drawn[place::size], settings.eval_samples, settings.ks) for place in places}
+    """Return ``accuracy`` of each group of prompts, in order; prompts of the group None are left out."""
+    members: dict[Any, list[Sequence[Sample]]] = {}
+    for group, samples in zip(groups, drawn, strict=False):
+        if group is not None:
+            members.setdefault(group, []).append(samples)
+    return {str(name): accuracy(members[name], settings.eval_samples, settings.ks) for name in sorted(members)}
 
 
 def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:

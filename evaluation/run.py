@@ -89,18 +89,16 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         "MODEL_NAME": checkpoint.model,
     }
     uploads: dict[str, str] = {}
+    name = checkpoint.name.replace(".", "-")
     if checkpoint.is_here:
         # The name tells the samples of two models on the volume apart.
-        variables["MODEL_NAME"] = f"{UPLOADED}/{checkpoint.name}-{checkpoint.fingerprint()[:8]}"
+        variables["MODEL_NAME"] = f"{UPLOADED}/{name}-{checkpoint.fingerprint()[:8]}"
         uploads[variables["MODEL_NAME"]] = checkpoint.model
     public = {name: value for name, value in variables.items() if name not in secrets()}
-
-    def launch() -> dict[str, Any]:
-        group = skypilot.load(plan.servers.num_servers or 1, plan.gpus_each, public, secrets(), uploads)
-        return skypilot.launch(f"evaluate-{checkpoint.name.lower()}"[:40].rstrip("-._"), group, console.print)
-
+    group = f"evaluate-{name.lower()}"[:40].rstrip("-_")
+    text = skypilot.job_group(group, plan.servers.num_servers or 1, plan.gpus_each, public, uploads)
     # Not asyncio.to_thread, because Ctrl-C would then wait for the end of the job.
-    content = await in_background(launch)
+    content = await in_background(partial(skypilot.launch, text, secrets(), console.print))
     identified = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
     return report.Results.model_validate(content | identified)
 

@@ -31,6 +31,7 @@ from services.core import endpoints, machine
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.tasks import run_until_first_ends
+from services.run_page.directory import Run
 
 START_SECONDS = 60.0
 """The wait for a server that runs already."""
@@ -257,11 +258,13 @@ async def _supervised(
             if state in (State.FAILED, State.RESTARTING):
                 say(f"{task.name}{'' if rank is None else f'-{rank}'} {state.value}: {why}")
 
-        supervisor = Supervisor(run, report)
+        supervisor, files = Supervisor(run, report), Run(run.run_dir)
 
         async def watch() -> None:
             outcome = await asyncio.shield(job)
-            message = f"the servers ended: {outcome.reason}\n{_ends_of_logs(run)}"
+            logs = (log for log in files.logs() if log.stem.rpartition("-")[0] in addresses.hosts)
+            lines = [f"{log.name}: {line}" for log in logs for line in files.log_end(log.stem)[-LOG_LINES:]]
+            message = "\n".join([f"the servers ended: {outcome.reason}", *lines])
             is_configuration = outcome.exit_code == EXIT_CONFIGURATION
             raise ConfigurationError(message) if is_configuration else DependencyLostError(message)
 
@@ -272,11 +275,3 @@ async def _supervised(
             finally:
                 supervisor.stop(signal.SIGTERM)
                 await asyncio.gather(job, return_exceptions=True)
-
-
-def _ends_of_logs(run: LocalRun) -> str:
-    logs = sorted(path for task in run.group.tasks for path in (run.run_dir / "logs").glob(f"{task.name}-*.log"))
-    ends: dict[str, Sequence[str]] = {
-        log.name: log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:] for log in logs
-    }
-    return "\n".join(f"{name}: {line}" for name, lines in ends.items() for line in lines)

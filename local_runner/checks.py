@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from local_runner.nodes import LocalRun, check_gpus, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
@@ -90,6 +90,11 @@ def by_class(loaded: Sequence[Loaded]) -> dict[str, Loaded]:
         if one.reader.name not in found or one.task.name == Task.TRAINER:
             found[one.reader.name] = one
     return found
+
+
+def settings_by_class(loaded: Sequence[Loaded]) -> dict[str, Any]:
+    """Return the settings of ``by_class``."""
+    return {name: one.settings for name, one in by_class(loaded).items()}
 
 
 LIBRARIES = (
@@ -304,9 +309,9 @@ def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:
     Raises:
         ConfigurationError: they do not go together.
     """
-    found = {name: one.settings for name, one in by_class(loaded).items()}
-    trainer = cast("TrainerSettings | None", found.get("TrainerSettings"))
-    reward = cast("RewardSettings | None", found.get("RewardSettings"))
+    found = settings_by_class(loaded)
+    trainer: TrainerSettings | None = found.get("TrainerSettings")
+    reward: RewardSettings | None = found.get("RewardSettings")
     if trainer is None:
         return
     if reward is not None:

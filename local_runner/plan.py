@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.checks import Loaded, ask, by_class
+from local_runner.checks import Loaded, ask, by_class, settings_by_class
 from local_runner.launch import shown_path
 from local_runner.nodes import LocalRun, gpus_of
 from services.core.errors import ConfigurationError
@@ -46,7 +46,7 @@ class Plan:
             ConfigurationError: the data-server would refuse the rows, or they are too few for one step.
         """
         self._run, self._found = run, by_class(loaded)
-        self._settings: dict[str, Any] = {name: one.settings for name, one in self._found.items()}
+        self._settings = settings_by_class(loaded)
         self._trainer, self._data = (self._settings.get(name) for name in ("TrainerSettings", "DataSettings"))
         self._rows: dict[str, Any] = {}
         self._needs: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import skypilot
+from local_runner import skypilot
 from tests.pages import ROOT, blocks, commands, grpo_command
 from tests.rows import write_rows
 

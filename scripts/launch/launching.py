@@ -13,9 +13,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from local_runner import spec
+from local_runner import skypilot, spec
 from local_runner.launch import grpo_command
-from scripts.launch import job_group_text, skypilot
 from scripts.launch.plan import ROOT, VOLUME, Plan, Size, gibibytes, variables_of
 from scripts.launch.sizes import parse_gpus
 from services.core.endpoints import Task
@@ -61,14 +60,14 @@ def write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Pat
 
 def _print_changes(before: str, after: str, plan: Plan) -> None:
     """Print what differs from the file, and what the job group takes on the cluster."""
-    old, new = job_group_text.values(before), job_group_text.values(after)
+    old, new = skypilot.values(before), skypilot.values(after)
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for (task, key), value in new.items():
         if value != (present := old.get((task, key), "-")):
             name = key.rpartition(".")[2]
             source = "derived" if name in plan.derived or name in ("cpus", "memory") else "given"
             source = "preset" if (task, key) in plan.preset else source
-            rows.setdefault((key.removeprefix(f"{job_group_text.ENVS}."), present, value, source), []).append(task)
+            rows.setdefault((key.removeprefix(f"{skypilot.ENVS}."), present, value, source), []).append(task)
     size = str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"])
     if gibibytes(size) != plan.volume:
         rows["size", size, f"{plan.volume}Gi", "derived"] = [VOLUME.name]
@@ -101,14 +100,14 @@ def _footprint(text: str) -> list[list[str]]:
 
 def check_group(plan: Plan, options: Mapping[str, str]) -> str:
     """Return the job group that tries the cluster for a plan."""
-    before, written = CHECK.read_text("utf-8"), job_group_text.values(plan.text)
+    before, written = CHECK.read_text("utf-8"), skypilot.values(plan.text)
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
     changes = variables_of(spec.load(CHECK), {**options, "MODEL_NAME": plan.model, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():
         cards = ", ".join(f"{choice.name}:1" for choice in plan.tiers.get(task, plan.tiers[Task.TRAINER]).choices)
         changes[name, "resources.accelerators"] = f"[{cards}]"
         changes[name, "resources.image_id"] = written[Task.DATA_SERVER, "resources.image_id"]
-    return job_group_text.edited(before, changes)
+    return skypilot.edited(before, changes)
 
 
 def start(

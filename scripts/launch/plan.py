@@ -10,9 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from local_runner import checks, nodes, spec
+from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
-from scripts.launch import job_group_text
 from scripts.launch.sizes import Tier, balanced, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
@@ -90,7 +89,7 @@ def plan_of(
         ConfigurationError: the settings are not valid together, or the GPUs are too small for the model.
     """
     before = file.read_text(encoding="utf-8")
-    written = job_group_text.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
+    written = skypilot.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
     model = find_model(size.model or options.get("MODEL_NAME") or written)
     settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
     tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
@@ -111,13 +110,13 @@ def plan_of(
         preset=of_preset,
         notes=[*_left_behind(_named_paths(loaded)), *([reason] if reason else [])],
         volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"]))),
-        text=job_group_text.edited(before, changes),
+        text=skypilot.edited(before, changes),
     )
 
 
 def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
     """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
-    keys = {(task, key) for task, key in changes if key.removeprefix(f"{job_group_text.ENVS}.") in names}
+    keys = {(task, key) for task, key in changes if key.removeprefix(f"{skypilot.ENVS}.") in names}
     return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
 
 
@@ -274,20 +273,18 @@ def _settings(
         if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
             check_file(variable, Path(path))
     checks.check_together(loaded, group)
-    found = {name: one.settings for name, one in checks.by_class(loaded).items()}
-    trainer, rollout = found["TrainerSettings"], found["RolloutSettings"]
-    assert isinstance(trainer, TrainerSettings), "its class"
-    assert isinstance(rollout, RolloutSettings), "its class"
+    found = checks.settings_by_class(loaded)
+    rollout: RolloutSettings = found["RolloutSettings"]
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
-    return trainer, rollout
+    return found["TrainerSettings"], rollout
 
 
 def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
     readers = checks.tasks_by_variable()
     return {
-        (task.name, f"{job_group_text.ENVS}.{name}"): job_group_text.scalar(value)
+        (task.name, f"{skypilot.ENVS}.{name}"): skypilot.scalar(value)
         for name, value in variables.items()
         for task in group.tasks
         if name in task.declared or not set(task.components).isdisjoint(readers.get(name.upper(), [task.name]))

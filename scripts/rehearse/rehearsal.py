@@ -142,7 +142,7 @@ class Rehearsal:
             for part in checks.before_rows(planned, loaded).values():
                 with self.refusals():
                     part()
-            settings: dict[str, Any] = {name: one.settings for name, one in checks.by_class(loaded).items()}
+            settings = checks.settings_by_class(loaded)
             self.sources = len(settings["TrainerSettings"].by_source())
             for problem in _template_problems(self.small, settings):
                 self.change(problem)

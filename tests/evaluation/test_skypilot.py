@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,27 +16,13 @@ from evaluation.plan import Plan, Scheduler, ServerOptions
 from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
 from evaluation.settings import EvaluationSettings
-from services.core.errors import EXIT_FAILED, EXIT_RECOVERABLE
+from local_runner import skypilot as sky
+from services.core.errors import EXIT_FAILED, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from tests.evaluation.conftest import ARITHMETIC
-from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
+from tests.skypilot_facts import ROOT, SKYPILOT, home_with_gpus, skypilot_facts
 from tests.waiting import LIMIT_SECONDS
 
 YAML = ROOT / "evaluation" / "evaluate.yaml"
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """The scheduler's requests to SkyPilot, recorded by a script in SkyPilot's environment."""
-    home = tmp_path_factory.mktemp("home")
-    loaded = skypilot_facts()  # skips the test where there is no SkyPilot
-    assert loaded
-    environment = os.environ | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
-    script = Path(__file__).with_name("skypilot_script.py")
-    done = subprocess.run(
-        [SKYPILOT, script, home / "out.json"], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((home / "out.json").read_text())
 
 
 def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation():
@@ -62,45 +47,77 @@ def test_its_servers_are_those_of_training():
             assert document == training[document["name"]]
 
 
-@pytest.mark.slow
-def test_the_scheduler_launches_it_with_the_options_and_returns_the_results(told):
-    assert told["results"] == {"metrics": {}}
-    assert told["name"] == told["group"]["name"] == "evaluate-mine"
-    assert told["group"]["primary"] == ["evaluate"]
-    tasks = told["group"]["tasks"]
-    assert {name: task["nodes"] for name, task in tasks.items()} == {
-        "rollout-server": 3,
-        "reward-server": 1,
-        "evaluate": 1,
-    }
-    for task in tasks.values():
-        assert (task["envs"]["MODEL_NAME"], task["envs"]["EVAL_SAMPLES"]) == ("some/model", "8")
-        assert "HF_TOKEN" in task["secrets"]
-    assert told["followed"] == [17, "evaluate", True]
-    assert any("sky jobs cancel 17" in line for line in told["lines"])
-    assert "(evaluate) bye" in told["lines"]
-    assert not any("results.json" in line for line in told["lines"])
+@pytest.fixture
+def group(tmp_path):
+    """The file of a job group with three servers of two GPUs and a model of this machine."""
+    (tmp_path / "mine").mkdir()
+    variables = {"MODEL_NAME": "/models/mine", "EVAL_STOP": '["Q:", "\\n"]', "EVAL_SAMPLES": "8"}
+    text = skypilot.job_group("evaluate-mine", 3, 2, variables, {"/models/mine": str(tmp_path / "mine")})
+    path = tmp_path / "group.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_job_group_has_the_servers_the_variables_and_the_model(group):
+    header, *documents = yaml.safe_load_all(group.read_text())
+    assert header["name"] == "evaluate-mine"
+    tasks = {document["name"]: document for document in documents}
+    assert [task.get("num_nodes", 1) for task in tasks.values()] == [3, 1, 1]
+    assert tasks["rollout-server"]["resources"]["accelerators"] == ["H100:2", "H200:2", "A100-80GB:2", "L40S:2"]
+    for name, task in tasks.items():
+        envs = {"MODEL_NAME": "/models/mine", "EVAL_STOP": '["Q:", "\\n"]', "EVAL_SAMPLES": 8}
+        assert task["envs"].items() >= envs.items()
+        mounts = None if name == "reward-server" else {"/models/mine": str(group.with_name("mine"))}
+        assert task.get("file_mounts") == mounts
 
 
 @pytest.mark.slow
-def test_a_failed_launch_gives_its_reason(told):
-    assert told["errors"]["no results"].startswith("DependencyLostError: job 17 ended with 1 and no results")
-    assert told["errors"]["log"].startswith("DependencyLostError: the log of job 17 broke off (http://api")
-    assert told["errors"]["no server"].startswith("ConfigurationError: SkyPilot did not launch evaluate-mine")
+def test_skypilot_accepts_the_job_group(group, tmp_path, monkeypatch):
+    assert skypilot_facts()  # skips the test where there is no SkyPilot
+    monkeypatch.setenv("HOME", str(home_with_gpus(tmp_path / "home")))
+    assert sky.ask(SKYPILOT, [group], {"HF_TOKEN": "secret"}, launch=False) == (None, "")
 
 
-@pytest.mark.slow
-def test_gpus_of_an_engine_and_a_model_of_this_machine_reach_the_nodes(told):
-    tasks = told["group"]["tasks"]
-    assert [list(gpus.values()) for gpus in tasks["rollout-server"]["gpus"]] == [[2]] * 4
-    mounts = {name: task["mounts"] or {} for name, task in tasks.items()}
-    assert set(mounts["rollout-server"]) == set(mounts["evaluate"]) == {"/models/mine"}
-    assert mounts["reward-server"] == {}
+SKY = """#!/bin/sh
+echo "(evaluate) $1 $2 $3 $4"
+[ $3 = 17 ] && echo '(evaluate) results.json: {"metrics": {}}'
+exit 5
+"""
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Returns a function that sets SkyPilot's answer to a launch; job 17 has results."""
+    (tmp_path / "sky").write_text(SKY)
+    (tmp_path / "sky").chmod(0o755)
+    monkeypatch.setattr(sky, "interpreter", lambda: tmp_path / "python")
+    return lambda *answer: monkeypatch.setattr(sky, "ask", lambda *_, **__: answer)
+
+
+def test_a_launched_job_is_followed_to_its_results(answers):
+    answers(17, "")
+    said = []
+    assert skypilot.launch("", {}, said.append) == {"metrics": {}}
+    assert "sky jobs cancel 17" in said[0]
+    assert said[1:] == ["(evaluate) jobs logs 17 evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "told"),
+    [
+        ((18, ""), DependencyLostError, "job 18 ended with 5 and no results"),
+        ((None, "ApiServerConnectionError: http://api"), ConfigurationError, "did not launch .* ApiServer"),
+    ],
+)
+def test_a_launch_without_results_gives_its_reason(answers, answer, error, told):
+    answers(*answer)
+    with pytest.raises(error, match=told):
+        skypilot.launch("", {}, lambda _: None)
 
 
 def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(skypilot, "load", lambda *given: loaded.append(given))
+    monkeypatch.setattr(skypilot, "job_group", lambda *given: loaded.append(given))
 
     texts = {"model": "/models/x", "name": "x", "fingerprint": "f", "dataset": "arithmetic", "split": "test"}
     finished = Results(**texts, step=None, workflow="single-turn", prompts=0, samples_per_prompt=0, metrics={})
@@ -113,7 +130,8 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
     settings = EvaluationSettings(eval_stop=["Q:"], chat_template_args={"enable_thinking": False}, eval_samples=2)
     plan = Plan(settings, models=[str(own)], run_dir=None, servers=servers, output=tmp_path / "out", variables={})
     asyncio.run(evaluate_plan(plan))
-    [(_, _, variables, _, uploads)] = loaded
+    [(name, _, _, variables, uploads)] = loaded
+    assert name == "evaluate-v000003"
     [(path, source)] = uploads.items()
     assert source == str(own)
     assert path.startswith("/models/v000003-")
@@ -136,7 +154,7 @@ def launch(*_):
     print("follows the log", flush=True)
     threading.Event().wait()
 
-skypilot.load, skypilot.launch = lambda *_: None, launch
+skypilot.launch = launch
 typer.run(evaluate.main)
 """
 
@@ -156,7 +174,8 @@ def test_ctrl_c_ends_the_command_while_the_job_goes_on(tmp_path):
     assert "stopped by SIGINT; a job that was launched continues; see sky jobs queue" in said
 
 
-def test_without_skypilot_the_error_has_the_install_command(here):
+def test_without_skypilot_the_error_has_the_install_command(here, monkeypatch):
+    monkeypatch.setattr(sky, "interpreter", lambda: None)
     command = here("--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic")
     assert (command.code, "pip install 'skypilot[kubernetes]==" in command.text) == (78, True), command.text
 

@@ -21,15 +21,17 @@ MARKED = os.environ | {MARK: f"{RUN}/data-server-0"}
 def test_a_process_that_has_no_environment_in_the_middle_of_an_exec_is_asked_to_end_not_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    environ, asked = psutil.Process.environ, set()
+    environ, in_exec = psutil.Process.environ, set[int]()
 
     def empty_at_first(process: psutil.Process) -> dict[str, str]:
-        is_first = process.pid not in asked
-        asked.add(process.pid)
-        return {} if is_first else environ(process)
+        if process.pid in in_exec:
+            in_exec.remove(process.pid)
+            return {}
+        return environ(process)
 
     monkeypatch.setattr(psutil.Process, "environ", empty_at_first)
     with subprocess.Popen(["sleep", "60"], env=MARKED, start_new_session=True) as process:
+        in_exec.add(process.pid)
         end([RUN], grace_seconds=30)
     assert process.returncode == -15
 

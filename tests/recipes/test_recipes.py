@@ -63,7 +63,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     files = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr("scripts.launch.skypilot.interpreter", lambda: None)
+        patch.setattr("local_runner.skypilot.interpreter", lambda: None)
         for name, file in RECIPES.items():
             arguments, model = command(file), spec.env_file(file)["MODEL_NAME"]
             if model in SHAPES:

@@ -10,8 +10,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from local_runner import spec
-from scripts.launch import job_group_text, skypilot
+from local_runner import skypilot, spec
 from scripts.launch.__main__ import main
 from services.core.errors import ConfigurationError
 from tests.skypilot_facts import ROOT
@@ -55,7 +54,7 @@ def test_nodes_have_cpus_memory_and_a_volume_for_the_model_and_its_engines(tmp_p
         (["--model", "8B", "--gpus", "H100:8", "--env", "MIN_WORKERS=3"], (3, 32, 192, 224, 600)),
     ]:
         _, text = launch(tmp_path, *arguments, "--rollout-nodes", "4", "--trainer-nodes", "4")
-        values = job_group_text.values(text)
+        values = skypilot.values(text)
         keys = [("rollout-server", "cpus"), ("rollout-server", "memory"), ("ppo-trainer", "memory")]
         sizes = [values[task, f"resources.{key}"].rstrip("+") for task, key in keys]
         volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
@@ -68,7 +67,7 @@ def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Pat
     given = ["--model", "8B", "--rollout-nodes", "4", "--gpus", "H100:8", "--env", "MAX_STEPS=9"]
     output, text = launch(tmp_path, *given, "--stock")
     before = (ROOT / "jobgroup.yaml").read_text()
-    old, new = job_group_text.values(before), job_group_text.values(text)
+    old, new = skypilot.values(before), skypilot.values(text)
     changed = {key for key in new if new[key] != old.get(key)}
     assert old.keys() <= new.keys()
     assert changed == {
@@ -98,7 +97,7 @@ def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Pat
 
 def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) -> None:
     output, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1")
-    values, written = job_group_text.values(text), job_group_text.values((ROOT / "jobgroup.yaml").read_text())
+    values, written = skypilot.values(text), skypilot.values((ROOT / "jobgroup.yaml").read_text())
     preset = spec.env_file(ROOT / "examples/gpu.env")
     assert {name: values["ppo-trainer", f"envs.{name}"] for name in preset} == preset
     assert values["ppo-trainer", "num_nodes"] == "1"
@@ -133,7 +132,7 @@ BALANCED = [
 def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(tmp_path: Path) -> None:
     for arguments, nodes, workers in BALANCED:
         output, text = launch(tmp_path, *arguments)
-        values = job_group_text.values(text)
+        values = skypilot.values(text)
         assert values["rollout-server", "num_nodes"] == str(nodes), arguments
         assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers), arguments
         rows = {tuple(line.split()) for line in output.splitlines() if "num_nodes" in line}
@@ -141,22 +140,33 @@ def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(tmp
         assert any(line.startswith("rollout nodes: ") for line in output.splitlines()) == (nodes != 2)
 
 
-def test_a_launch_without_nccl_between_gpus_publishes_through_the_volume(tmp_path: Path) -> None:
-    for name in ("ROLLOUT_ENGINE=embedded", "CUDA_VISIBLE_DEVICES=", "ENGINE_SLEEPS=true"):
-        _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", name)
-        assert ("ppo-trainer", "envs.PUBLISH_TRANSPORT") not in job_group_text.values(text)
+# Arguments, and variables of the trainer; the file has no PUBLISH_TRANSPORT.
+FOLLOWS: list[tuple[list[str], dict[str, str | None]]] = [
+    (["--gpus", "H100:1", "--env", "ROLLOUT_ENGINE=embedded"], {"PUBLISH_TRANSPORT": None}),
+    (["--gpus", "H100:1", "--env", "CUDA_VISIBLE_DEVICES="], {"PUBLISH_TRANSPORT": None}),
+    (["--gpus", "H100:1", "--env", "ENGINE_SLEEPS=true"], {"PUBLISH_TRANSPORT": None}),
+    (["--gpus", "H100:8", "--env", "COLOCATE=true", "--trainer-nodes", "2"], {"PUBLISH_TRANSPORT": "disk"}),
+    (["--gpus", "H100:8", "--env", "COLOCATE=true", "--env", "LORA_RANK=32"], {"PUBLISH_TRANSPORT": "disk"}),
+    (["--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true"], {"ROLLOUT": "program", "AGENT": "''"}),
+    # An engine that gets one completion a step has room for a prompt and an answer.
+    (
+        ["--gpus", "H100:8", "--colocate", "--stock", "--trainer-nodes", "4", "--env", "MAX_NEW_TOKENS=256"],
+        {"ENGINE_MAX_TOTAL_TOKENS": "768"},
+    ),
+    (["--gpus", "L40S"], {"MODEL_NAME": "Qwen/Qwen2.5-0.5B-Instruct"}),
+]
 
 
-def test_a_program_gets_the_job_group_of_agents(tmp_path: Path) -> None:
-    _, text = launch(tmp_path, "--model", "0.5B", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true")
-    values = job_group_text.values(text)
-    assert "gateway" in {task for task, _ in values}
-    assert (values["ppo-trainer", "envs.ROLLOUT"], values["ppo-trainer", "envs.AGENT"]) == ("program", "''")
+def test_the_trainer_has_the_settings_that_follow_from_the_options(tmp_path: Path) -> None:
+    for arguments, expected in FOLLOWS:
+        _, text = launch(tmp_path, *arguments)
+        values = skypilot.values(text)
+        assert {name: values.get(("ppo-trainer", f"envs.{name}")) for name in expected} == expected, arguments
 
 
 def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path) -> None:
     output, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--colocate")
-    values = job_group_text.values(text)
+    values = skypilot.values(text)
     assert {task for task, _ in values} == {"ppo-trainer", "data-server", "reward-server", "replay-buffer"}
     assert values["ppo-trainer", "resources.accelerators"] == "[H100:8]"
     assert values["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "local"
@@ -167,7 +177,7 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert together[1:3] == ["4", "8"], "no node and no GPU for engines alone"
     given = ["--model", "8B", "--gpus", "H100:8", "--colocate", "--image", "r/grpo:1"]
     _, text = launch(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={tokens}")
-    assert job_group_text.values(text)["ppo-trainer", "resources.image_id"] == "'docker:r/grpo:1-colocated'"
+    assert skypilot.values(text)["ppo-trainer", "resources.image_id"] == "'docker:r/grpo:1-colocated'"
     (tmp_path / "jobgroup.yaml").unlink()
     (tmp_path / "volume.yaml").unlink()
     assert "ENGINE_MAX_TOTAL_TOKENS" in refused(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
@@ -176,19 +186,19 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
 def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path) -> None:
     for arguments in (["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]):
         _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
-        assert job_group_text.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
+        assert skypilot.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
 
 
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
     given = ["--env", "BATCH_SIZE=8", "--env", "GROUP_SIZE=4", "--env", "PUBLISH_TRANSPORT=disk"]
     output, text = launch(tmp_path, "--model", "0.5B", "--trainer-nodes", "2", *given)
-    values = job_group_text.values(text)
+    values = skypilot.values(text)
     assert [values["ppo-trainer", f"envs.{name}"] for name in ("BATCH_SIZE", "GROUP_SIZE")] == ["8", "4"]
     assert values["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
     assert values["ppo-trainer", "num_nodes"] == "2"
     assert "preset" not in output
     output, text = launch(tmp_path, "--model", "0.5B", "--stock")
-    changed = job_group_text.values(text).items() - job_group_text.values((ROOT / "jobgroup.yaml").read_text()).items()
+    changed = skypilot.values(text).items() - skypilot.values((ROOT / "jobgroup.yaml").read_text()).items()
     assert {key for (_, key), _ in changed} <= {"envs.MIN_WORKERS", "resources.accelerators"}
     assert "preset" not in output
 
@@ -213,7 +223,7 @@ SHORT = ("--env", "MAX_NEW_TOKENS=64")
 
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
     _, text = launch(tmp_path, "--model", str(tiny_model), "--gpus", "h100:2,A100-80GB:4", *SHORT)
-    values = job_group_text.values(text)
+    values = skypilot.values(text)
     assert values["ppo-trainer", "resources.accelerators"] == "[H100:2, A100-80GB:4]"
     assert values["ppo-trainer", "envs.MODEL_NAME"] == str(tiny_model)
     group = spec.load(next(tmp_path.glob("jobgroup.yaml")))
@@ -321,7 +331,7 @@ def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
     assert done.exit_code == 0, done.output
     assert "its log: sky jobs logs 7 check-trainer and sky jobs logs 7 check-rollout;" in done.output
     assert launched == [(tmp_path / "check.yaml", tmp_path / "volume.yaml")]
-    values = job_group_text.values((tmp_path / "check.yaml").read_text())
+    values = skypilot.values((tmp_path / "check.yaml").read_text())
     assert values["check-trainer", "resources.accelerators"] == "[H200:1, H100:1]"
     assert values["check-rollout", "resources.accelerators"] == "[L40S:1]"
     group = spec.load(tmp_path / "check.yaml")

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from scripts.launch import job_group_text
+from local_runner import skypilot
 from tests.skypilot.conftest import ROOT, SkyPilot, skypilot_on
 from tests.skypilot.kubernetes_api import KubernetesApi, Object, node, storage_class
 from tests.waiting import LIMIT_SECONDS
@@ -87,7 +87,7 @@ def test_the_pods_have_the_sizes_that_were_given_and_derived(launched):
     assert Counter(map(task_of, pods)) == LAUNCHED
     wanted = {"rollout-server": ("l40s", 2), "ppo-trainer": ("a100-80gb", 8)}
     assert {task_of(pod): gpus_of(pod) for pod in pods if gpus_of(pod)} == wanted
-    values = job_group_text.values((out / "jobgroup.yaml").read_text())
+    values = skypilot.values((out / "jobgroup.yaml").read_text())
     for pod in pods:
         [container] = pod["spec"]["containers"]
         memory = str(container["resources"]["requests"]["memory"]).rstrip("G")
