@@ -18,13 +18,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge
 
 from services.http.problems import ProblemError
-from services.protocol.evaluation import (
-    EpisodePosition,
-    EvaluateRequest,
-    FinishedEpisode,
-    ServerMode,
-    ServerState,
-)
+from services.protocol.evaluation import EpisodePosition, EvaluateRequest, FinishedEpisode, ServerMode, ServerState
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
 LOST = Counter("head_episodes_lost", "Episodes without news for five minutes, or that broke.")
@@ -38,8 +32,6 @@ SILENT_SECONDS = 15.0
 """A pushing server that was not heard for this time is silent, and its name is free for a restarted one."""
 IDLE_SECONDS = 300.0
 """An episode without news for this time counts as lost, because its server drops it after the same time."""
-
-
 WINDOW_SECONDS = 10.0
 KEPT_ANSWERS = 2000
 """Answers kept for rates and percentiles. If more come within WINDOW_SECONDS, the window is shorter."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import gymnasium
@@ -26,7 +25,6 @@ from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.policies import PolicyFailedError
 from tests.pages import grpo_command
-from tests.services.environment_server import odd_environments
 from tests.services.evaluation_head import policies
 from tests.services.run_page.serving import served_ready
 from tests.waiting import LIMIT_SECONDS, wait_until
@@ -212,37 +210,6 @@ def test_a_server_plays_the_same_episodes(tmp_path: Path, environment: str) -> N
         with pytest.raises(ConfigurationError, match=f"has '{environment}', --environment is 'Other-v0'"):
             run(tmp_path / "other", given, "Other-v0", server=url)
     assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
-
-
-class SlowToStart(odd_environments.Echo):
-    """An echo that cannot begin at the first attempt of each seed, and never with seed 8."""
-
-    seen: ClassVar[set[int]] = set()
-    closed: ClassVar[int] = 0
-
-    async def reset(self, seed: int) -> Any:
-        if seed == 8 or seed not in SlowToStart.seen:
-            SlowToStart.seen.add(seed)
-            raise RuntimeError(f"no board for {seed}")
-        return await super().reset(seed)
-
-    def close(self) -> None:
-        SlowToStart.closed += 1
-
-
-def repeat(states: list[Any]) -> list[str]:
-    return [state[-1]["content"] for state in states]
-
-
-def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_reason(tmp_path: Path) -> None:
-    module = "tests.evaluation.test_trajectories"
-    results = run(tmp_path, f"a={module}:repeat", f"{module}:SlowToStart")
-    assert [row["episode"] for row in rows_of(tmp_path)] == [0, 2, 3, 4]
-    assert (results["episodes"], list(results["left_out"])) == (4, ["1"])
-    said = r"RuntimeError: no board for 8 \(.*test_trajectories.py, line \d+, in SlowToStart.reset\)"
-    assert re.fullmatch(said, results["left_out"]["1"])
-    # The environment that was made first to describe it, four failures and four episodes, and the three of seed 8.
-    assert SlowToStart.closed == 1 + 4 + 4 + 3
 
 
 def test_mistakes_are_reported_in_terms_of_the_options(

@@ -74,13 +74,6 @@ async def test_clusters_and_replicas_with_the_prefix_are_found(
         assert sky.passes == 1
 
 
-async def test_several_prefixes_are_looked_for(serving: Any, skypilot_head: Any) -> None:
-    async with serving(skypilot_head(game_server_prefix="game-server-3, somebody other")) as client:
-        reply = await discover(client)
-        assert {server["name"] for server in reply["servers"]} == {"game-server-3", "somebody-elses", "other/1"}
-        assert reply["prefix"] == "game-server-3, somebody, other"
-
-
 async def test_vanished_servers_are_dropped_and_new_ones_connected(
     serving: Any, skypilot_head: Any, sky: FakeSkyPilot
 ) -> None:
@@ -140,6 +133,21 @@ async def test_a_missing_skypilot_is_reported(serving: Any, head: Any) -> None:
         assert "No module named 'sky'" in reply["errors"]["clusters"]
 
 
+async def test_several_prefixes_are_looked_for_and_a_name_found_twice_counts_once(
+    serving: Any, skypilot_head: Any, sky: FakeSkyPilot
+) -> None:
+    sky.clusters["10.0.0.5:8081"] = (ClusterStatus.UP, {8081: "10.0.0.6:8081"})
+    given = {"game_server_addresses": "10.0.0.5:8081", "game_server_prefix": "10.0.0.5, somebody other"}
+    async with serving(skypilot_head(**given)) as client:
+        reply = await discover(client)
+    urls = {server["name"]: server["url"] for server in reply["servers"]}
+    assert (set(urls), urls["10.0.0.5:8081"]) == (
+        {"10.0.0.5:8081", "somebody-elses", "other/1"},
+        "http://10.0.0.5:8081",
+    )
+    assert reply["prefix"] == "10.0.0.5, somebody, other"
+
+
 async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
     async with serving(head(game_server_addresses="10.0.0.1:8081, http://b:9/")) as client:
         assert [(s["name"], s["url"]) for s in (await discover(client))["servers"]] == [
@@ -148,13 +156,6 @@ async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
         ]
     async with serving(head()) as client:
         assert (await discover(client))["enabled"] is False
-
-
-async def test_a_name_found_twice_counts_once(serving: Any, skypilot_head: Any, sky: FakeSkyPilot) -> None:
-    sky.clusters["10.0.0.5:8081"] = (ClusterStatus.UP, {8081: "10.0.0.6:8081"})
-    async with serving(skypilot_head(game_server_addresses="10.0.0.5:8081", game_server_prefix="10.0.0.5")) as client:
-        found = (await discover(client))["servers"]
-    assert [server["url"] for server in found] == ["http://10.0.0.5:8081"]
 
 
 def test_addresses_and_prefixes_are_checked(head: Any) -> None:

@@ -73,12 +73,3 @@ async def test_each_episode_on_a_replica_is_announced_to_the_load_balancer(
     assert [server["finished"] for server in stats["servers"]] == [12, 12]
     assert paths == ["health"] * 24
     assert stats["episodes"]["lost"] == 0
-
-
-async def test_without_its_load_balancer_a_service_is_played_on(
-    serving: Any, service_head: Any, replicas: list[str]
-) -> None:
-    closed = "http://127.0.0.1:9"
-    async with serving(service_head(closed, replicas, ENTRANCE_SECONDS=0.2)) as client:
-        client.headers.update(headers())
-        await stats_show(client, lambda stats: [s["finished"] > 5 for s in stats["servers"]] == [True, True])
