@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
 from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State
 
@@ -72,7 +71,4 @@ class EvaluationHeadClient(HttpClient):
             logprobs=logprobs,
             **self._about,
         )
-        reply = await self.call("POST", "/evaluate", EvaluateReply, request)
-        if len(reply.actions) != len(states):
-            raise DependencyLostError(f"the head gave {len(reply.actions)} actions for {len(states)} states")
-        return reply
+        return await self.call("POST", "/evaluate", EvaluateReply, request)

@@ -126,13 +126,6 @@ async def test_a_hanging_api_server_does_not_block_the_head(
         sky.answers.set()
 
 
-async def test_a_missing_skypilot_is_reported(serving: Any, head: Any) -> None:
-    async with serving(head(skypilot_api_server_endpoint="http://127.0.0.1:9")) as client:
-        reply = await discover(client)
-        assert (reply["enabled"], reply["prefix"]) == (True, "game-server")
-        assert "No module named 'sky'" in reply["errors"]["clusters"]
-
-
 async def test_several_prefixes_are_looked_for_and_a_name_found_twice_counts_once(
     serving: Any, skypilot_head: Any, sky: FakeSkyPilot
 ) -> None:
