@@ -271,12 +271,7 @@ class Driver:
             if not link.under_way:
                 self._tasks[link].cancel()
         for name, server in wanted.items():
-            try:
-                record = self.registry.discovered(name, str(server.url))
-            except ProblemError as error:
-                log.warning("a discovered server is left out", server=name, error=error.detail)
-                continue
-            link = Link(server, record, self)
+            link = Link(server, self.registry.discovered(name, str(server.url)), self)
             self._tasks[link] = asyncio.create_task(link.run())
             self._tasks[link].add_done_callback(partial(self._end, link))
 

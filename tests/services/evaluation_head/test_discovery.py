@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from pydantic import SecretStr
 
+from services.environment_server.app import create_app as create_environment_app
+from services.environment_server.settings import EnvironmentSettings
 from tests.services.evaluation_head.fake_skypilot import (
     ApiServerAuthenticationError,
     ApiServerConnectionError,
@@ -17,8 +22,9 @@ from tests.services.evaluation_head.fake_skypilot import (
     FakeSkyPilot,
     ReplicaStatus,
 )
+from tests.services.run_page.serving import served
 from tests.skypilot_facts import skypilot_facts
-from tests.waiting import IDLE_SECONDS, eventually
+from tests.waiting import IDLE_SECONDS, eventually, stats_show
 
 
 @pytest.fixture
@@ -149,6 +155,28 @@ async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
         ]
     async with serving(head()) as client:
         assert (await discover(client))["enabled"] is False
+
+
+async def test_each_episode_on_a_replica_is_announced_to_the_load_balancer_of_its_service(
+    serving: Any, skypilot_head: Any, sky: FakeSkyPilot, lean: Path
+) -> None:
+    paths: list[str] = []
+    balancer = FastAPI()
+
+    @balancer.get("/{path:path}")
+    async def count(path: str) -> None:
+        paths.append(path)
+
+    token: Any = {"jobgroup_token": SecretStr("a-token")}
+    replica = create_environment_app(EnvironmentSettings(environment_max_steps=5, **token))
+    with served(balancer) as entrance, served(replica) as url:
+        sky.clusters, sky.service_endpoints = {}, {"game-server": entrance}
+        sky.services = {"game-server": [{"replica_id": 1, "status": ReplicaStatus.READY, "endpoint": url}]}
+        options = {"head_policies": f"lean={lean}", "head_drive_episodes": 3, "head_drive_total": 12, **token}
+        async with serving(skypilot_head(**options), token="a-token") as client:
+            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 12)
+    assert [(server["name"], server["finished"]) for server in stats["servers"]] == [("game-server/1", 12)]
+    assert (paths, stats["episodes"]["lost"]) == (["health"] * 12, 0)
 
 
 def test_addresses_and_prefixes_are_checked(head: Any) -> None:
