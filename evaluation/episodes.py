@@ -29,7 +29,7 @@ from services.core.tasks import run_until_first_ends
 from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
 from services.environment_server.environments import ActionRefusedError, result_of, why_failed
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head.policies import Policy, make_policy
+from services.evaluation_head.policies import Policy, keep_fresh, make_policy
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import RequestRefusedError
 from services.http.server import listen
@@ -37,8 +37,6 @@ from services.protocol.evaluation import Action, EnvironmentInfo, StateKind, Ste
 
 TRIES = 3
 """An episode that its environment or server loses is played again from the beginning, this often in all."""
-REFRESH_SECONDS = 5.0
-"""Time between two looks at the version of a model that a rollout server serves."""
 CONTACT_SECONDS = 10.0
 """Longest wait for the first answer of an environment server that runs already."""
 START_SECONDS = 300.0
@@ -290,14 +288,8 @@ async def open_policies(
     }
     if misfits := [why for policy in policies.values() if (why := policy.misfit(info))]:
         raise ConfigurationError("; ".join(misfits))
-    stack.callback(asyncio.create_task(_keep_fresh(list(policies.values()))).cancel)
+    for policy in policies.values():
+        # A version in a directory stays the one that was loaded; those of models that others serve are followed.
+        if "file" not in policy.stats():
+            stack.callback(asyncio.create_task(keep_fresh(policy)).cancel)
     return policies, head.policies
-
-
-async def _keep_fresh(policies: Sequence[Policy]) -> None:
-    """Follow the versions of models that others serve. A version in a directory stays the one that was loaded."""
-    while True:
-        await asyncio.sleep(REFRESH_SECONDS)
-        for policy in policies:
-            if "file" not in policy.stats():
-                await policy.refresh()

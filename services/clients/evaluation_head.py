@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from services.clients.play import Decision, Episode
-from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
 from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State
 
@@ -45,8 +43,6 @@ class EvaluationHeadClient(HttpClient):
             "instance_key": server and secrets.token_hex(16),
             "environment": environment,
         }
-        self._reports: list[FinishedEpisode] = []
-        """Episodes that have ended since the last request of ``ask``."""
 
     async def act(
         self,
@@ -75,25 +71,4 @@ class EvaluationHeadClient(HttpClient):
             logprobs=logprobs,
             **self._about,
         )
-        reply = await self.call("POST", "/evaluate", EvaluateReply, request)
-        if len(reply.actions) != len(states):
-            raise DependencyLostError(f"the head gave {len(reply.actions)} actions for {len(states)} states")
-        return reply
-
-    def report(self, episode: Episode) -> None:
-        """Report the end of an episode with the next request of ``ask``."""
-        self._reports.append(episode.report)
-
-    async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        """Return a decision for each episode, and send the reports; raises as ``act`` does."""
-        reports, self._reports = self._reports, []
-        if not episodes and not reports:
-            return []
-        positions = [episode.position for episode in episodes]
-        try:
-            reply = await self.act([episode.state for episode in episodes], episodes=positions, finished=reports)
-        except BaseException:
-            # The next request repeats them; the head counts each once.
-            self._reports += reports
-            raise
-        return list(map(Decision, reply.actions, reply.policy_versions))
+        return await self.call("POST", "/evaluate", EvaluateReply, request)

@@ -15,7 +15,7 @@ from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.evaluation import Action, StateKind, StepResult
+from services.protocol.evaluation import Action, FinishedEpisode, StateKind, StepResult
 
 log = get_logger(__name__)
 
@@ -38,6 +38,8 @@ class Player:
             token=settings.token,
             deadline=REQUEST_SECONDS,
         )
+        self._reports: list[FinishedEpisode] = []
+        """Episodes that have ended since the last request to the head."""
         self._begun = 0
         self._finished = 0
         self._lost = 0
@@ -90,24 +92,29 @@ class Player:
 
     async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
         """Return the head's decisions, after any number of attempts, and report the episodes that have ended."""
-        while True:
+        states, positions = [episode.state for episode in episodes], [episode.position for episode in episodes]
+        while episodes or self._reports:
+            reports, self._reports = self._reports, []
             try:
-                decisions = await self._head.ask(episodes)
+                reply = await self._head.act(states, episodes=positions, finished=reports)
             except (DependencyLostError, RequestRefusedError) as error:
+                # The next request repeats the reports; the head counts each once.
+                self._reports += reports
                 self._report(str(error))
                 self._table.touch([episode.id for episode in episodes])
                 await asyncio.sleep(PAUSE_SECONDS)
-            else:
-                if decisions and self._trouble is not None:
-                    log.info("the head gives actions again")
-                    self._trouble = None
-                return decisions
+                continue
+            if episodes and self._trouble is not None:
+                log.info("the head gives actions again")
+                self._trouble = None
+            return list(map(Decision, reply.actions, reply.policy_versions))
+        return []
 
     async def _settle(self, episode: Episode) -> None:
         """Count an episode, and report it to the head if it has ended."""
         if episode.has_ended:
             self._finished += 1
-            self._head.report(episode)
+            self._reports.append(episode.report)
         else:
             # It is not played again, because the same action would be refused again.
             self._lost += 1

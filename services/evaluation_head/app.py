@@ -20,7 +20,7 @@ from services.core.errors import ConfigurationError
 from services.core.tasks import run_until_first_ends
 from services.evaluation_head.discovery import Discovery
 from services.evaluation_head.driver import Driver
-from services.evaluation_head.policies import OverloadedError, Policy, make_policy
+from services.evaluation_head.policies import OverloadedError, Policy, keep_fresh, make_policy
 from services.evaluation_head.registry import Moments, Registry
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
@@ -31,8 +31,6 @@ from services.run_page.routes import HEADERS
 SERVICE = "evaluation-head"
 MAX_BODY_BYTES = 16 * 2**20
 TICK_SECONDS = 1.0
-RELOAD_SECONDS = 5.0
-"""Time between two searches for new policy versions."""
 HISTORY_SECONDS = 600
 
 STATIC = Path(__file__).parent / "static"
@@ -82,7 +80,7 @@ class Head:
             stack.push_async_callback(self.driver.close)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             tasks = [group.create_task(self.discovery.run()), group.create_task(self._tick())]
-            tasks += [group.create_task(_keep_fresh(policy)) for policy in self.policies.values()]
+            tasks += [group.create_task(keep_fresh(policy)) for policy in self.policies.values()]
             yield
             for task in tasks:
                 task.cancel()
@@ -155,12 +153,6 @@ class Head:
             "active": stats["episodes"]["active"],
             "mean_return": self.registry.newest_returns.as_dict()["mean"],
         }
-
-
-async def _keep_fresh(policy: Policy) -> None:
-    while True:
-        await asyncio.sleep(RELOAD_SECONDS)
-        await policy.refresh()
 
 
 def create_app(settings: HeadSettings) -> FastAPI:

@@ -93,27 +93,24 @@ class Link(EnvironmentClient):
 
     async def _probe(self) -> None:
         """Ask for the server's health; record it and whether the server can be played on."""
-        record = self.record
+        record, state, detail, is_well = self.record, ServerState.UNREACHABLE, None, False
         self._probed = time.monotonic()
-        health, is_starting, detail = None, False, None
         try:
             response = await self._server.send_once("GET", "/health", seconds=PROBE_SECONDS)
-            is_starting = response.status_code == 503
-            health = EnvironmentServerHealth.model_validate_json(response.content)
+            if response.status_code == 503:
+                state = ServerState.STARTING
+            else:
+                health = EnvironmentServerHealth.model_validate_json(response.content)
+                state, record.environment = ServerState.CONNECTED, health.environment
+                detail = f"plays by itself, as {health.name}" if health.pushing else None
+                is_well = not health.pushing and not record.is_heard
         except DependencyLostError as error:
             detail = str(error)
         except ValidationError:
-            # A server that is starting does not report its environment yet.
-            detail = None if is_starting else f"{self.url} is not an environment server (/health)"
-        if health is None:
-            record.probed = ServerState.STARTING if is_starting else ServerState.UNREACHABLE
-            record.detail, self._is_well = detail, False
-            return
-        record.probed = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
-        record.environment = health.environment
-        if not self.under_way:
-            record.detail = f"plays by itself, as {health.name}" if health.pushing else None
-        self._is_well = record.probed is ServerState.CONNECTED and not health.pushing and not record.is_heard
+            detail = f"{self.url} is not an environment server (/health)"
+        record.probed, self._is_well = state, is_well
+        if detail is not None or not self.under_way:
+            record.detail = detail
 
     async def servers(self) -> list[EnvironmentServer]:
         """Return the servers on which episodes can begin again: this link's, and those with the same environment."""
@@ -274,12 +271,7 @@ class Driver:
             if not link.under_way:
                 self._tasks[link].cancel()
         for name, server in wanted.items():
-            try:
-                record = self.registry.discovered(name, str(server.url))
-            except ProblemError as error:
-                log.warning("a discovered server is left out", server=name, error=error.detail)
-                continue
-            link = Link(server, record, self)
+            link = Link(server, self.registry.discovered(name, str(server.url)), self)
             self._tasks[link] = asyncio.create_task(link.run())
             self._tasks[link].add_done_callback(partial(self._end, link))
 

@@ -32,6 +32,8 @@ from services.protocol.evaluation import Action, ActionKind, EnvironmentInfo, St
 
 MAX_WAITING = 4096
 """States that may wait for one policy: as many as one request may have. More would only wait longer."""
+RELOAD_SECONDS = 5.0
+"""Time between two searches for a new version of a policy."""
 ANSWER_SECONDS = 120.0
 """Limit of one answer, with retries and the wait for a place in the rollout server's batch."""
 VERSION_SECONDS = 5.0
@@ -285,3 +287,10 @@ def make_policy(name: str, target: str, settings: HeadSettings) -> Policy:
     from services.evaluation_head.torch_policy import TorchPolicy
 
     return TorchPolicy(name, Path(target), settings)
+
+
+async def keep_fresh(policy: Policy) -> None:
+    """Follow the versions of a policy until cancelled."""
+    while True:
+        await asyncio.sleep(RELOAD_SECONDS)
+        await policy.refresh()

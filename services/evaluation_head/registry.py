@@ -18,13 +18,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge
 
 from services.http.problems import ProblemError
-from services.protocol.evaluation import (
-    EpisodePosition,
-    EvaluateRequest,
-    FinishedEpisode,
-    ServerMode,
-    ServerState,
-)
+from services.protocol.evaluation import EpisodePosition, EvaluateRequest, FinishedEpisode, ServerMode, ServerState
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
 LOST = Counter("head_episodes_lost", "Episodes without news for five minutes, or that broke.")
@@ -38,8 +32,6 @@ SILENT_SECONDS = 15.0
 """A pushing server that was not heard for this time is silent, and its name is free for a restarted one."""
 IDLE_SECONDS = 300.0
 """An episode without news for this time counts as lost, because its server drops it after the same time."""
-
-
 WINDOW_SECONDS = 10.0
 KEPT_ANSWERS = 2000
 """Answers kept for rates and percentiles. If more come within WINDOW_SECONDS, the window is shorter."""
@@ -170,7 +162,9 @@ class Registry:
         Raises:
             ProblemError: another server has that name, or there are too many servers.
         """
-        server = self.servers.get(request.server) or self._open(request.server)
+        if request.server not in self.servers:
+            self._make_room()
+        server = self.servers.setdefault(request.server, Server(request.server))
         is_other = server.instance_key != request.instance_key
         if server.mode is ServerMode.DRIVEN or (is_other and server.instance_key is not None and server.is_heard):
             raise ProblemError(
@@ -187,12 +181,8 @@ class Registry:
         return server
 
     def discovered(self, name: str, url: str) -> Server:
-        """Return the record of a server that discovery found.
-
-        Raises:
-            ProblemError: there are too many servers.
-        """
-        server = self.servers.get(name) or self._open(name)
+        """Return the record of a server that discovery found."""
+        server = self.servers.setdefault(name, Server(name))
         server.url = url
         return server
 
@@ -258,14 +248,13 @@ class Registry:
         for server in self.servers.values():
             self.lose(server, [episode for episode, heard in server.active.items() if heard < oldest])
 
-    def _open(self, name: str) -> Server:
+    def _make_room(self) -> None:
+        """Drop the longest silent server if there are MAX_SERVERS."""
         if len(self.servers) >= MAX_SERVERS:
             silent = [s for s in self.servers.values() if s.url is None and s.state is ServerState.SILENT]
             if not silent:
                 raise ProblemError(429, f"{MAX_SERVERS} servers are connected already", {"Retry-After": "30"})
             self._remove(min(silent, key=lambda s: s.heard))
-        server = self.servers[name] = Server(name)
-        return server
 
     def _remove(self, server: Server) -> None:
         self.lose(server)

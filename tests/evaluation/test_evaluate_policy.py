@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from evaluation.episodes import TRIES, LocalArena, OpenArena, open_arena, play_seeds
 from evaluation.policy import EPISODES, RESULTS, Options, evaluate
-from services.clients.play import Decision, Episode
 from services.core.errors import ConfigurationError
-from services.protocol.evaluation import StepResult, StepStatus
 from tests.evaluation import trajectory_policies
-from tests.evaluation.deadly_environment import KILLS_ALWAYS, KILLS_ONCE, MARKS
+from tests.evaluation.deadly_environment import MARKS
 from tests.services.evaluation_head import policies
 from tests.waiting import LIMIT_SECONDS, wait_until
 
@@ -82,49 +78,6 @@ def test_episodes_played_together_are_those_played_one_by_one(tmp_path: Path) ->
     for episode in (*alone, *together):
         del episode["seconds"]
     assert alone == together
-
-
-class Fragile(LocalArena):
-    """An arena that loses all its episodes when it steps one of a seed that kills."""
-
-    def __init__(self, place: OpenArena, kills: dict[int, int]) -> None:
-        assert isinstance(place.arena, LocalArena)
-        super().__init__(place.info, place.arena._make)
-        self._kills = kills
-
-    async def step(self, moves: Sequence[tuple[Any, Any]]) -> list[StepResult]:
-        for episode, _ in moves:
-            if self._kills.get(episode.seed):
-                self._kills[episode.seed] -= 1
-                return [StepResult(episode=e.id, status=StepStatus.LOST, detail="killed") for e, _ in moves]
-        return await super().step(moves)
-
-
-class Returns:
-    """A record of returns by seed."""
-
-    def __init__(self) -> None:
-        self.returns: dict[int, float] = {}
-
-    async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        return [Decision(0) for _ in episodes]
-
-    def add(self, _steps: Any) -> None:
-        """Keep nothing of the steps."""
-
-    def end(self, episode: Episode) -> None:
-        assert episode.seed not in self.returns
-        self.returns[episode.seed] = episode.episode_return
-
-
-@pytest.mark.parametrize("at_once", [1, 4])
-async def test_an_episode_that_takes_others_with_it_is_played_again_alone(at_once: int) -> None:
-    record = Returns()
-    async with open_arena("CartPole-v1", None, None) as place:
-        arena = Fragile(place, {KILLS_ONCE: 1, KILLS_ALWAYS: TRIES})
-        left_out = await play_seeds(OpenArena(place.info, arena), range(6), record, at_once=at_once, workers=2)
-    assert left_out == {KILLS_ALWAYS: "killed"}
-    assert record.returns == {seed: return_of(seed) for seed in (0, 1, 3, 4, 5)}
 
 
 @pytest.mark.slow

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import gymnasium
@@ -26,10 +22,8 @@ from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.policies import PolicyFailedError
 from tests.pages import grpo_command
-from tests.services.environment_server import odd_environments
 from tests.services.evaluation_head import policies
 from tests.services.run_page.serving import served_ready
-from tests.waiting import LIMIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 MINE = "tests.evaluation.trajectory_policies"
@@ -82,52 +76,10 @@ def test_each_row_is_a_step_of_the_environment_with_that_seed(tmp_path: Path, wo
     assert results == json.loads((tmp_path / "results.json").read_text())
 
 
-def command(save_to: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "scripts.grpo", "trajectories", "--save-to", str(save_to), *options]
-
-
 def call(*words: str) -> None:
     """Run the command in this process."""
     with patch("services.core.logs.configure"):
         grpo_command("trajectories").main([*words], standalone_mode=False)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_or_stopped_continues_without_a_double_or_a_gap(tmp_path: Path) -> None:
-    options = ["--policies", f"lean={MINE}:slow_lean", "--episodes", "12", "--shard-episodes", "2", "--at-once", "2"]
-    out = tmp_path / "killed"
-    for shards, number in ((1, signal.SIGKILL), (3, signal.SIGTERM)):
-        process = subprocess.Popen(command(out, *options), stderr=subprocess.PIPE, text=True)
-        try:
-            wait_until(
-                lambda shards=shards, process=process: (
-                    len(list(out.glob("shard-*.parquet"))) >= shards or process.poll() is not None
-                ),
-                "shards are written",
-                every=0.02,
-                progress=lambda: len(list(out.glob("*"))),
-            )
-            assert process.poll() is None, process.stderr.read()
-            process.send_signal(number)
-            _, said = process.communicate(timeout=LIMIT_SECONDS)
-        finally:
-            process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert f"stopped by SIGTERM; the same command continues from {out}" in said
-    assert "Traceback" not in said
-    # What a kill in the midst of writing leaves behind.
-    (out / ".shard-000004.parquet.partial").write_bytes(b"PAR1")
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-*.parquet")}
-    assert len(kept) < 6
-    done = subprocess.run(command(out, *options), capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert "12 episodes" in done.stdout
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    run(tmp_path / "whole", f"lean={MINE}:lean", episodes=12, seed=0)
-    rows = rows_of(out)
-    assert rows == rows_of(tmp_path / "whole")
-    assert len({(row["episode"], row["step"]) for row in rows}) == len(rows)
-    assert {row["episode"]: row["seed"] for row in rows} == {episode: episode for episode in range(12)}
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
@@ -214,37 +166,6 @@ def test_a_server_plays_the_same_episodes(tmp_path: Path, environment: str) -> N
     assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
 
 
-class SlowToStart(odd_environments.Echo):
-    """An echo that cannot begin at the first attempt of each seed, and never with seed 8."""
-
-    seen: ClassVar[set[int]] = set()
-    closed: ClassVar[int] = 0
-
-    async def reset(self, seed: int) -> Any:
-        if seed == 8 or seed not in SlowToStart.seen:
-            SlowToStart.seen.add(seed)
-            raise RuntimeError(f"no board for {seed}")
-        return await super().reset(seed)
-
-    def close(self) -> None:
-        SlowToStart.closed += 1
-
-
-def repeat(states: list[Any]) -> list[str]:
-    return [state[-1]["content"] for state in states]
-
-
-def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_reason(tmp_path: Path) -> None:
-    module = "tests.evaluation.test_trajectories"
-    results = run(tmp_path, f"a={module}:repeat", f"{module}:SlowToStart")
-    assert [row["episode"] for row in rows_of(tmp_path)] == [0, 2, 3, 4]
-    assert (results["episodes"], list(results["left_out"])) == (4, ["1"])
-    said = r"RuntimeError: no board for 8 \(.*test_trajectories.py, line \d+, in SlowToStart.reset\)"
-    assert re.fullmatch(said, results["left_out"]["1"])
-    # The environment that was made first to describe it, four failures and four episodes, and the three of seed 8.
-    assert SlowToStart.closed == 1 + 4 + 4 + 3
-
-
 def test_mistakes_are_reported_in_terms_of_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wobbles: Path
 ) -> None:
@@ -264,8 +185,9 @@ def test_mistakes_are_reported_in_terms_of_the_options(
             run(tmp_path / "out", policies_, **options)
 
 
-def test_a_policy_that_fails_ends_the_run_and_keeps_what_is_done(tmp_path: Path) -> None:
+def test_a_policy_that_fails_ends_the_run_which_continues_without_a_double_or_a_gap(tmp_path: Path) -> None:
     run(tmp_path, f"a={MINE}:left")
+    rows, kept = rows_of(tmp_path), (tmp_path / "shard-000000.parquet").stat().st_mtime_ns
     (tmp_path / "shard-000001.parquet").unlink()
     (tmp_path / "manifest.json").write_text(
         (tmp_path / "manifest.json").read_text().replace(f"{MINE}:left", f"{MINE}:heaps")
@@ -273,3 +195,10 @@ def test_a_policy_that_fails_ends_the_run_and_keeps_what_is_done(tmp_path: Path)
     with pytest.raises(PolicyFailedError, match="heaps raised"):
         run(tmp_path, f"a={MINE}:heaps")
     assert len(list(tmp_path.glob("shard-*.parquet"))) == 2
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f"{MINE}:heaps", f"{MINE}:left"))
+    # What a kill in the midst of writing leaves behind.
+    (tmp_path / ".shard-000001.parquet.partial").write_bytes(b"PAR1")
+    assert run(tmp_path, f"a={MINE}:left")["episodes"] == 5
+    assert rows_of(tmp_path) == rows
+    assert (tmp_path / "shard-000000.parquet").stat().st_mtime_ns == kept

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head import app as app_module
 from services.evaluation_head import discovery, driver, policies, registry
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
@@ -29,7 +28,7 @@ def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CONSTANTS = {
-    "RELOAD_SECONDS": app_module,
+    "RELOAD_SECONDS": policies,
     "MAX_WAITING": policies,
     "SILENT_SECONDS": registry,
     "IDLE_SECONDS": registry,

@@ -12,21 +12,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI, Response
 
 from services.clients.evaluation_head import EvaluationHeadClient
-from services.core.errors import DependencyLostError
-from services.http.client import RETRIES, RequestRefusedError
-from services.protocol.evaluation import EvaluateReply, EvaluateRequest
-from tests.services.run_page.serving import served, served_ready
+from services.http.client import RequestRefusedError
+from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 MINE = "tests.services.evaluation_head.test_client"
-
-
-def retries() -> float:
-    return RETRIES.labels("evaluation-head")._value.get()
 
 
 async def test_actions_come_in_order_with_versions_and_log_probabilities(head: Any, lean: Path, times: Path) -> None:
@@ -41,24 +34,6 @@ async def test_actions_come_in_order_with_versions_and_log_probabilities(head: A
             assert (reply.actions, reply.logprobs) == ([[3.0, 6.0]], [None])
             with pytest.raises(RequestRefusedError, match="policy 'times' takes numbers of shape"):
                 await client.act([[1.0]])
-
-
-async def test_a_busy_head_is_asked_again_and_each_repetition_is_counted() -> None:
-    app, requests, before = FastAPI(), [], retries()
-
-    @app.post("/evaluate")
-    async def evaluate(request: EvaluateRequest) -> Any:
-        requests.append(request)
-        if len(requests) < 3:
-            return Response("{}", 503, {"Retry-After": "0"})
-        return EvaluateReply(policy="zero", policy_versions=[1], actions=[0])
-
-    with served(app) as url:
-        async with EvaluationHeadClient(url) as client:
-            assert (await client.act([[1.0]])).actions == [0]
-            assert retries() - before == 2
-            with pytest.raises(DependencyLostError, match="gave 1 actions for 2 states"):
-                await client.act([[1.0], [2.0]])
 
 
 def test_the_pages_agent_plays_cartpole(head: Any, lean: Path) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from pydantic import SecretStr
 
+from services.environment_server.app import create_app as create_environment_app
+from services.environment_server.settings import EnvironmentSettings
 from tests.services.evaluation_head.fake_skypilot import (
     ApiServerAuthenticationError,
     ApiServerConnectionError,
@@ -17,8 +22,9 @@ from tests.services.evaluation_head.fake_skypilot import (
     FakeSkyPilot,
     ReplicaStatus,
 )
+from tests.services.run_page.serving import served
 from tests.skypilot_facts import skypilot_facts
-from tests.waiting import IDLE_SECONDS, eventually
+from tests.waiting import IDLE_SECONDS, eventually, stats_show
 
 
 @pytest.fixture
@@ -74,13 +80,6 @@ async def test_clusters_and_replicas_with_the_prefix_are_found(
         assert sky.passes == 1
 
 
-async def test_several_prefixes_are_looked_for(serving: Any, skypilot_head: Any) -> None:
-    async with serving(skypilot_head(game_server_prefix="game-server-3, somebody other")) as client:
-        reply = await discover(client)
-        assert {server["name"] for server in reply["servers"]} == {"game-server-3", "somebody-elses", "other/1"}
-        assert reply["prefix"] == "game-server-3, somebody, other"
-
-
 async def test_vanished_servers_are_dropped_and_new_ones_connected(
     serving: Any, skypilot_head: Any, sky: FakeSkyPilot
 ) -> None:
@@ -133,11 +132,19 @@ async def test_a_hanging_api_server_does_not_block_the_head(
         sky.answers.set()
 
 
-async def test_a_missing_skypilot_is_reported(serving: Any, head: Any) -> None:
-    async with serving(head(skypilot_api_server_endpoint="http://127.0.0.1:9")) as client:
+async def test_several_prefixes_are_looked_for_and_a_name_found_twice_counts_once(
+    serving: Any, skypilot_head: Any, sky: FakeSkyPilot
+) -> None:
+    sky.clusters["10.0.0.5:8081"] = (ClusterStatus.UP, {8081: "10.0.0.6:8081"})
+    given = {"game_server_addresses": "10.0.0.5:8081", "game_server_prefix": "10.0.0.5, somebody other"}
+    async with serving(skypilot_head(**given)) as client:
         reply = await discover(client)
-        assert (reply["enabled"], reply["prefix"]) == (True, "game-server")
-        assert "No module named 'sky'" in reply["errors"]["clusters"]
+    urls = {server["name"]: server["url"] for server in reply["servers"]}
+    assert (set(urls), urls["10.0.0.5:8081"]) == (
+        {"10.0.0.5:8081", "somebody-elses", "other/1"},
+        "http://10.0.0.5:8081",
+    )
+    assert reply["prefix"] == "10.0.0.5, somebody, other"
 
 
 async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
@@ -150,11 +157,26 @@ async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
         assert (await discover(client))["enabled"] is False
 
 
-async def test_a_name_found_twice_counts_once(serving: Any, skypilot_head: Any, sky: FakeSkyPilot) -> None:
-    sky.clusters["10.0.0.5:8081"] = (ClusterStatus.UP, {8081: "10.0.0.6:8081"})
-    async with serving(skypilot_head(game_server_addresses="10.0.0.5:8081", game_server_prefix="10.0.0.5")) as client:
-        found = (await discover(client))["servers"]
-    assert [server["url"] for server in found] == ["http://10.0.0.5:8081"]
+async def test_each_episode_on_a_replica_is_announced_to_the_load_balancer_of_its_service(
+    serving: Any, skypilot_head: Any, sky: FakeSkyPilot, lean: Path
+) -> None:
+    paths: list[str] = []
+    balancer = FastAPI()
+
+    @balancer.get("/{path:path}")
+    async def count(path: str) -> None:
+        paths.append(path)
+
+    token: Any = {"jobgroup_token": SecretStr("a-token")}
+    replica = create_environment_app(EnvironmentSettings(environment_max_steps=5, **token))
+    with served(balancer) as entrance, served(replica) as url:
+        sky.clusters, sky.service_endpoints = {}, {"game-server": entrance}
+        sky.services = {"game-server": [{"replica_id": 1, "status": ReplicaStatus.READY, "endpoint": url}]}
+        options = {"head_policies": f"lean={lean}", "head_drive_episodes": 3, "head_drive_total": 12, **token}
+        async with serving(skypilot_head(**options), token="a-token") as client:
+            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 12)
+    assert [(server["name"], server["finished"]) for server in stats["servers"]] == [("game-server/1", 12)]
+    assert (paths, stats["episodes"]["lost"]) == (["health"] * 12, 0)
 
 
 def test_addresses_and_prefixes_are_checked(head: Any) -> None:

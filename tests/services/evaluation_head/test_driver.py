@@ -14,7 +14,6 @@ import gymnasium
 import httpx
 import numpy as np
 import pytest
-import torch
 from fastapi import FastAPI
 
 from services.clients import environment
@@ -24,11 +23,9 @@ from services.evaluation_head.driver import Driver
 from services.evaluation_head.policies import FunctionPolicy
 from services.evaluation_head.registry import Registry
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_head.torch_policy import publish_policy
-from services.protocol.evaluation import ActionKind, ActionSpec, DiscoveredServer, StateKind, StateSpec
+from services.protocol.evaluation import DiscoveredServer
 from tests.ports import free_port
 from tests.services.clients.test_lost_servers import TURNS, guess, undisturbed
-from tests.services.environment_server.conftest import ODD
 from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS, eventually, stats_show
@@ -159,38 +156,15 @@ def guess_slowly(states: list[Any]) -> list[str]:
     return [guess(state) for state in states]
 
 
-async def test_a_server_without_a_fitting_policy_is_reported(
-    serving: Any, head: Any, environment_server: Any, lean: Path
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("Pendulum-v1", "takes numbers of shape [4], Pendulum-v1 gives numbers of shape [3]"), ("nim", "2 seats")],
+)
+async def test_a_server_that_no_policy_fits_is_reported(
+    serving: Any, head: Any, environment_server: Any, lean: Path, name: str, says: str
 ) -> None:
-    url = environment_server(environment="Pendulum-v1")
+    url = environment_server(environment=name)
     async with serving(head(game_server_addresses=url, head_policies=f"lean={lean}")) as client:
         stats = await stats_show(client, lambda stats: bool(stats["servers"] and row(stats)["detail"]))
-        assert "takes numbers of shape [4], Pendulum-v1 gives numbers of shape [3]" in row(stats)["detail"]
+        assert says in row(stats)["detail"]
         assert (await stats_of(url))["active"] == 0
-
-
-async def test_broken_episodes_are_lost_and_replaced(
-    serving: Any, head: Any, environment_server: Any, tmp_path: Path
-) -> None:
-    """Episodes that break on the server are lost, and others are begun in their place."""
-
-    class Breaks(torch.nn.Module):
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            breaks = (states >= 3).float()
-            return torch.cat([1 - breaks, breaks, 0 * breaks, 0 * breaks], dim=1)
-
-    spec = StateSpec(kind=StateKind.NUMBERS, shape=[1])
-    publish_policy(Breaks(), tmp_path, 1, spec, ActionSpec(kind=ActionKind.INDEX, count=4))
-    url = environment_server(environment=f"{ODD}Broken-v0")
-    options = {"head_policies": f"p={tmp_path}", "head_drive_total": 12, "head_drive_episodes": 4}
-    async with serving(head(game_server_addresses=url, **options)) as client:
-        stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 12)
-        assert "a gear fell off" in row(stats)["detail"]
-        assert row(stats)["states"] == 12 * 4
-
-
-async def test_a_game_of_two_seats_is_refused(serving: Any, head: Any, environment_server: Any, lean: Path) -> None:
-    url = environment_server(environment="nim")
-    async with serving(head(game_server_addresses=url, head_policies=f"lean={lean}")) as client:
-        stats = await stats_show(client, lambda stats: "2 seats" in str(stats["servers"]))
-    assert (row(stats)["finished"], row(stats)["active"]) == (0, 0)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ from services.core.errors import ConfigurationError
 from services.evaluation_head import torch_policy
 from services.evaluation_head.app import MAX_BODY_BYTES
 from tests.services.evaluation_head import policies
-from tests.services.run_page.serving import served
-from tests.waiting import IDLE_SECONDS, Deadline, eventually, stats_show
+from tests.waiting import IDLE_SECONDS, Deadline, stats_show
 
 KEY, OTHER_KEY = "k" * 16, "o" * 16
 
@@ -30,7 +26,7 @@ async def ask(client: Any, status: int = 200, **request: Any) -> Any:
     return response.json()
 
 
-async def test_states_are_answered_in_order_beyond_the_batch_size(serving: Any, head: Any) -> None:
+async def test_states_are_answered_in_order_and_requests_share_a_batch(serving: Any, head: Any) -> None:
     async with serving(head(head_batch_size=8)) as client:
         reply = await ask(client, state=[1, -2.5])
         assert reply == {"policy": "times", "policy_versions": [3], "actions": [[3.0, -7.5]], "action": [3.0, -7.5]}
@@ -39,21 +35,10 @@ async def test_states_are_answered_in_order_beyond_the_batch_size(serving: Any, 
         assert reply["action"] is None
         policy = (await client.get("/stats")).json()["policies"][0]
         assert policy["batch_sizes"] == {"1": 1, "6": 1, "8": 3}
-
-
-async def test_requests_share_a_batch(serving: Any, head: Any) -> None:
     async with serving(head(head_batch_size=20, head_timeout_ms=10_000)) as client:
         replies = await asyncio.gather(*(ask(client, state=[i, 1]) for i in range(20)))
         assert [reply["action"][0] for reply in replies] == [3.0 * i for i in range(20)]
         assert (await client.get("/stats")).json()["policies"][0]["batch_sizes"] == {"20": 1}
-
-
-async def test_a_state_alone_waits_no_longer_than_the_timeout(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=20, head_timeout_ms=100)) as client:
-        await ask(client, state=[0, 0])
-        started = time.monotonic()
-        await ask(client, state=[0, 0])
-        assert 0.09 < time.monotonic() - started < IDLE_SECONDS
 
 
 async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, head: Any, tmp_path: Path) -> None:
@@ -69,13 +54,9 @@ async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, he
 WRONG: list[tuple[list[Any], str]] = [
     ([[1, 2, 3]], "state 0 does not fit: policy 'times' takes numbers of shape [2]"),
     ([[1, 2], [1]], "state 1 does not fit"),
-    ([[1, 2], 5], "state 1 does not fit"),
     ([[1, 2], [[1], 2]], "state 1 does not fit"),
     ([[1, "2"]], "state 0 does not fit"),
-    ([[1, None]], "state 0 does not fit"),
     ([[0, 0], [1e300, 0]], "state 1 has a number that float32 cannot hold"),
-    ([[10**400, 0]], "state 0"),
-    ([[0] * 200_000], "state 0 does not fit"),
 ]
 MALFORMED: list[dict[str, Any]] = [
     {},
@@ -102,15 +83,10 @@ async def test_requests_of_a_wrong_form_are_refused_with_index_and_reason(servin
             assert reply.status_code == 400 or says in reply.json()["detail"], says
         for body in MALFORMED:
             await ask(client, 422, **body)
+        assert "['times']" in (await ask(client, 404, policy="other", state=[1, 2]))["detail"]
         assert (await send('{"state": [NaN, 1]}')).status_code == 400
         assert (await send(b" " * (MAX_BODY_BYTES + 1))).status_code == 413
         assert (await ask(client, state=[1, 1]))["action"] == [3.0, 3.0]
-
-
-async def test_an_unknown_policy_is_refused_with_the_known(serving: Any, head: Any, times: Path, lean: Path) -> None:
-    async with serving(head(head_policies=f"times={times} lean={lean}")) as client:
-        assert "['times', 'lean']" in (await ask(client, 404, policy="other", state=[1, 2]))["detail"]
-        assert (await ask(client, policy="lean", state=[0, 0, 1, 0]))["action"] == 1
 
 
 async def test_a_policy_that_gives_nan_fails_those_states_only(serving: Any, head: Any) -> None:
@@ -177,37 +153,6 @@ async def test_a_name_belongs_to_the_server_with_its_key(serving: Any, head: Any
         assert (await client.get("/stats")).json()["episodes"]["lost"] == 1
 
 
-async def test_a_slow_client_delays_no_other(head: Any) -> None:
-    """Batches go on while one client sends half a request and another never reads its large reply."""
-    with served(head(head_batch_size=64, head_timeout_ms=20)) as url:
-        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
-        await eventually(lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200)
-        half = socket.create_connection(address)
-        half.sendall(
-            b"POST /evaluate HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        )
-        deaf = socket.socket()
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect(address)
-        body = json.dumps({"states": [[0.123456789, 1.0]] * 4096}).encode()
-        request = b"POST /evaluate HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        threading.Thread(target=deaf.sendall, args=(20 * (request % len(body) + body),), daemon=True).start()
-        async with httpx.AsyncClient(base_url=url, timeout=IDLE_SECONDS, trust_env=False) as client:
-            await stats_show(client, lambda stats: stats["states"] >= 4096)
-            for _ in range(20):
-                await ask(client, state=[1, 1])
-        half.close()
-        deaf.close()
-
-
-async def test_states_of_a_client_that_left_are_not_computed(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=100, head_timeout_ms=300)) as client:
-        leaver = asyncio.create_task(ask(client, states=[[0, 0]] * 5))
-        await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 5)
-        leaver.cancel()
-        assert (await ask(client, state=[1, 1]))["action"] == [3.0, 3.0]
-
-
 async def test_a_head_without_policies_or_with_bad_ones_does_not_start(serving: Any, head: Any, tmp_path: Path) -> None:
     (tmp_path / "junk.pt2").write_bytes(b"not a policy")
     torch.save({"a": 1}, tmp_path / "other.pt2")
@@ -224,16 +169,8 @@ async def test_a_head_without_policies_or_with_bad_ones_does_not_start(serving: 
                 pass
 
 
-def test_a_policy_is_published_below_a_directory_that_is_a_text(tmp_path: Path) -> None:
-    module, form = policies.Times(1.0), (policies.PAIR, policies.NUMBERS)
-    published = torch_policy.publish_policy(module, str(tmp_path / "all"), 1, *form)
-    torch_policy.save_policy(module, str(tmp_path / "one.pt2"), *form)
-    found = [torch_policy.find(tmp_path / name) for name in ("all", "one.pt2")]
-    assert [(source.version, source.file) for source in found] == [(1, published), (None, tmp_path / "one.pt2")]
-
-
 def test_policies_are_named(head: Any) -> None:
-    for text in ("nameless", "=x", "a=x a=y", "a b=x", "$=x"):
+    for text in ("nameless", "=x", "a=x a=y", "a b=x", "$=x", "a=head+http://host:8080"):
         with pytest.raises(ValueError, match="head_policies"):
             head(head_policies=text)
 

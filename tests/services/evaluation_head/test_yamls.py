@@ -86,12 +86,3 @@ def test_the_service_is_the_server_with_a_service_section() -> None:
     del server["resources"]["job_recovery"], server["resources"]["autostop"], server["resources"]["ordered"]
     del server["api_server_access"], server["envs"]["EVAL_HEAD_ENDPOINT"]
     assert server == service
-
-
-def test_the_head_installs_torch_for_its_machine_and_the_skypilot_that_its_discovery_names() -> None:
-    for name in NAMES[:2]:
-        setup = yaml.safe_load(PATHS[name].read_text())["setup"]
-        [install] = [line for line in setup.splitlines() if ".[head]" in line]
-        assert install.startswith('uv pip install --python "$(command -v python)" --torch-backend auto ')
-        assert "'skypilot==0.14.1'" in setup
-    assert "skypilot[kubernetes]==0.14.1" in (ROOT / "pyproject.toml").read_text()
