@@ -73,7 +73,7 @@ def make_stand_in(model: str, directory: Path) -> None:
     source = small_files(model)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        Architecture.of(config)
+        Architecture(config)
     except (OSError, ValueError, AttributeError, WeightsError) as error:
         raise ConfigurationError(
             f"MODEL_NAME={model}: the embedded engine cannot compute it ({first_line(error)}); rehearse another model"
@@ -227,7 +227,7 @@ def _template_problems(folder: Path, settings: Mapping[str, Any]) -> Iterator[st
         if prompts.render(question, None, {}) == prompts.render(question, None, {}, adds_generation_prompt=False):
             yield f"the chat template of {folder} has no generation prompt, so that the model continues the user's turn"
     close, _ = prompts.suffix_parts({"role": "assistant", "content": "answer"}, question, None, {}) or ("", "")
-    first = next(iter(prompts.encode(close)), -1)
+    first = next(iter(prompts.codec.encode(close)), -1)
     token = tokenizer.added_tokens_decoder.get(first)
     if ends and token is not None and token.special and first not in ends:
         yield f"the chat template of {folder} ends an answer with {token.content!r}, which is not in eos_token_id"

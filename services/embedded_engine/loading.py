@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.chat.prompts import ChatPrompts
-from services.chat.tokenizers import TextCodec
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.files import check_model_directory
@@ -41,16 +40,12 @@ class Loaded:
 
     @functools.cached_property
     def prompts(self) -> ChatPrompts:
-        """The model's chat template."""
+        """The model's chat template, and its tokens of texts."""
         return ChatPrompts(self.tokenizer)
-
-    @functools.cached_property
-    def _codec(self) -> TextCodec:
-        return TextCodec(self.tokenizer)
 
     def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
-        return self._codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.prompts.codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text prompt, with the special tokens that the tokenizer adds."""
@@ -94,7 +89,7 @@ def load(settings: EngineSettings) -> Loaded:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        architecture = Architecture.of(config)
+        architecture = Architecture(config)
         context_length = min(settings.engine_context_length or architecture.max_positions, max_tokens)
         max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
         with torch.inference_mode():

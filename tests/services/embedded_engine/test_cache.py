@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def make(max_tokens: int = 1024, max_rows: int = 64) -> KVCache:
-    return KVCache(Architecture.of(CONFIGS["qwen2"]), max_tokens, max_rows, torch.float32, CPU)
+    return KVCache(Architecture(CONFIGS["qwen2"]), max_tokens, max_rows, torch.float32, CPU)
 
 
 def fill(cache: KVCache, row: int, length: int, seed: int) -> torch.Tensor:
