@@ -23,7 +23,7 @@ from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import read_records, remove_directory
-from services.core.models import small_files
+from services.core.models import model_files
 from services.data_server.settings import PromptStyle
 from services.embedded_engine.loading import end_token_ids
 from services.embedded_engine.weights import Architecture, WeightsError
@@ -70,7 +70,7 @@ def make_stand_in(model: str, directory: Path) -> None:
         ConfigurationError: the model's configuration cannot be loaded, or the embedded engine does not compute models
             of its type. Or the model is in ``directory``.
     """
-    source = small_files(model)
+    source = model_files(model, with_weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
         Architecture(config)

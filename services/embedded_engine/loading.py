@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.chat.prompts import ChatPrompts
 from services.core import machine
 from services.core.errors import ConfigurationError
-from services.core.files import check_model_directory
 from services.core.logs import get_logger
+from services.core.models import model_files
 from services.embedded_engine.kv_cache import KVCache
 from services.embedded_engine.model import Model, Weights, pack_weights
 from services.embedded_engine.weights import Architecture, WeightsError, read_directory
@@ -84,7 +82,7 @@ def load(settings: EngineSettings) -> Loaded:
     )
     log.info("computing", **vars(chosen))
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
-    directory = _find_model(settings.model_name)
+    directory = model_files(settings.model_name, with_weights=True)
     max_tokens = settings.engine_max_total_tokens or max(EMBEDDED_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -105,26 +103,6 @@ def load(settings: EngineSettings) -> Loaded:
         ) from error
     machine.release_memory()
     return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer))
-
-
-def _find_model(name: str) -> Path:
-    """Return the directory of a model: ``name`` itself, or the hub's snapshot of it.
-
-    Raises:
-        ConfigurationError: ``name`` is neither.
-    """
-    check_model_directory(name)
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ConfigurationError(
-            f"MODEL_NAME={name} is neither a directory nor a model that the hub gives ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); give a directory, or check the name and the network"
-        ) from error
 
 
 def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -145,7 +145,7 @@ def test_sigterm_gives_running_requests_their_tokens_and_exits_with_0(
 @pytest.mark.slow
 def test_a_model_that_cannot_be_had_ends_the_engine_with_one_line(start_service: StartService, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for name, reason in ((str(tmp_path), "MODEL_NAME="), ("no/such-model", "neither a directory nor a model")):
+    for name, reason in ((str(tmp_path), "MODEL_NAME="), ("no/such-model", "neither the hub nor its cache")):
         service = start_service(ENGINE, healthy=False, MODEL_NAME=name)
         assert service.process.wait(LIMIT_SECONDS) == 78
         assert reason in service.log.splitlines()[-1]
