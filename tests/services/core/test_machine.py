@@ -78,7 +78,7 @@ def test_the_drivers_version_is_read_from_its_file(monkeypatch: pytest.MonkeyPat
     [
         lambda: load(EngineSettings.load(model_name="no/model")),
         lambda: TorchPolicy("policy", Path("no-file"), HeadSettings.load()),
-        lambda: RewardModel("no/model", max_tokens=8),
+        lambda: RewardModel("no/model"),
     ],
     ids=["embedded engine", "evaluation head", "reward model"],
 )
