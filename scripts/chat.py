@@ -127,7 +127,7 @@ class ChatModel:
         try:
             if self._is_chat:
                 prompts = self._loaded.prompts
-                ids = prompts.encode(prompts.render([*self.messages, turn], None, self._template_args))
+                ids = prompts.codec.encode(prompts.render([*self.messages, turn], None, self._template_args))
             else:
                 ids = self._loaded.encode(line)
             params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)

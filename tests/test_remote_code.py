@@ -34,7 +34,7 @@ def load_in_trainer(directory: str, *, trust: bool = False) -> None:
 LOADERS: dict[str, Callable[[str], object]] = {
     "data-server": load_tokenizer,
     "embedded engine": lambda directory: load(RolloutSettings(model_name=directory)),
-    "reward model": lambda directory: RewardModel(directory),
+    "reward model": RewardModel,
     "trainer": load_in_trainer,
 }
 

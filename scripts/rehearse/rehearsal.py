@@ -23,7 +23,7 @@ from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import read_records, remove_directory
-from services.core.models import small_files
+from services.core.models import model_files
 from services.data_server.settings import PromptStyle
 from services.embedded_engine.loading import end_token_ids
 from services.embedded_engine.weights import Architecture, WeightsError
@@ -70,10 +70,10 @@ def make_stand_in(model: str, directory: Path) -> None:
         ConfigurationError: the model's configuration cannot be loaded, or the embedded engine does not compute models
             of its type. Or the model is in ``directory``.
     """
-    source = small_files(model)
+    source = model_files(model, with_weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        Architecture.of(config)
+        Architecture(config)
     except (OSError, ValueError, AttributeError, WeightsError) as error:
         raise ConfigurationError(
             f"MODEL_NAME={model}: the embedded engine cannot compute it ({first_line(error)}); rehearse another model"
@@ -233,7 +233,7 @@ def _template_problems(folder: Path, settings: Mapping[str, Any]) -> Iterator[st
         if prompts.render(question, None, {}) == prompts.render(question, None, {}, adds_generation_prompt=False):
             yield f"the chat template of {folder} has no generation prompt, so that the model continues the user's turn"
     close, _ = prompts.suffix_parts({"role": "assistant", "content": "answer"}, question, None, {}) or ("", "")
-    first = next(iter(prompts.encode(close)), -1)
+    first = next(iter(prompts.codec.encode(close)), -1)
     token = tokenizer.added_tokens_decoder.get(first)
     if ends and token is not None and token.special and first not in ends:
         yield f"the chat template of {folder} ends an answer with {token.content!r}, which is not in eos_token_id"

@@ -59,7 +59,8 @@ class ChatPrompts:
         context: int = sys.maxsize,
     ) -> None:
         self._tokenizer = tokenizer
-        self._codec = TextCodec(tokenizer)
+        self.codec = TextCodec(tokenizer)
+        """The tokens of texts and the texts of tokens, special ones included."""
         self._context = context
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._template_args = dict(template_args or {})
@@ -195,7 +196,7 @@ class ChatPrompts:
         parts += [str(message.get(name) or "").strip() for name in _THOUGHTS]
         if any(part not in text for part in (message["content"].rpartition(_END_OF_THOUGHT)[2].strip(), *parts)):
             return None
-        encode, end = self._codec.encode, self._codec.encode(close)[:1]
+        encode, end = self.codec.encode, self.codec.encode(close)[:1]
         if text.endswith(close):
             end = end if self._special.issuperset(end) and end else [self._tokenizer.eos_token_id]
             sampled = [*encode(text.removesuffix(close)), *end]
@@ -204,14 +205,6 @@ class ChatPrompts:
             while sampled and sampled[-1] not in self._special:
                 sampled.pop()
         return (encode(given), sampled) if sampled and sampled[-1] is not None else None
-
-    def encode(self, text: str) -> list[int]:
-        """Return the text's tokens, however long it is."""
-        return self._codec.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        return self._codec.decode(ids)
 
     def _continued(
         self,
@@ -263,7 +256,7 @@ class ChatPrompts:
         if len(text) > (self._context + 1) * self._longest_token:
             detail = f"the conversation has {len(text):,} characters; the context length is {self._context:,} tokens"
             refuse(400, f"{detail}: shorten the longest message", "context_length_exceeded")
-        encode = self._codec.encode
+        encode = self.codec.encode
         return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 
     def text_and_calls(
@@ -277,16 +270,8 @@ class ChatPrompts:
 
     def text(self, completion: TokenSequence, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
         """Return a completion's text up to the first stop string."""
-        text = self._codec.decode(completion.completion_ids.tolist(), skip_special_tokens=skip_special_tokens)
+        text = self.codec.decode(completion.completion_ids.tolist(), skip_special_tokens=skip_special_tokens)
         return text[: min((text.find(end) for end in stop if end in text), default=len(text))]
-
-    def token_text(self, token: int) -> str:
-        """Return the text of one token."""
-        return self._codec.decode([token])
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token stands for."""
-        return self._codec.token_bytes(token)
 
 
 def _check_written(messages: Messages, text: str, render: Callable[[Messages], str]) -> None:

@@ -74,8 +74,8 @@ def download_model(model: str) -> None:
             _download(model, folder)
 
 
-def small_files(model: str) -> Path:
-    """Return a directory with a model's files other than weights: of a name on the hub, these alone are downloaded.
+def model_files(model: str, *, with_weights: bool) -> Path:
+    """Return a directory with a model's files: of a name on the hub, those without weights may be downloaded alone.
 
     Raises:
         ConfigurationError: there is no such directory, and neither the hub nor its cache has such a model.
@@ -84,7 +84,7 @@ def small_files(model: str) -> Path:
     if (directory := Path(model).expanduser()).is_dir():
         return directory
     try:
-        ignored = [*UNREAD_FILES, "*.safetensors", "*.safetensors.index.json"]
+        ignored = [*UNREAD_FILES, *([] if with_weights else ["*.safetensors", "*.safetensors.index.json"])]
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=READ_FILES, ignore_patterns=ignored))
     except Exception as error:  # its own errors, those of its HTTP library, and OSError
         raise ConfigurationError(

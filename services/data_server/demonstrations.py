@@ -94,10 +94,10 @@ class Demonstrator:
             given, sampled = answer
             parts = self._prompts.suffix_parts(messages[before], messages[before + 1 : number], tools, {})
             if branches and parts is not None:
-                suffix = self._prompts.after_end(parts[0], self._prompts.encode("".join(parts)))
+                suffix = self._prompts.after_end(parts[0], self._prompts.codec.encode("".join(parts)))
                 branches[-1].add(suffix, is_trained=False)
             else:
-                branches.append(Branch(self._prompts.encode(self._prompts.render(messages[:number], tools, {}))))
+                branches.append(Branch(self._prompts.codec.encode(self._prompts.render(messages[:number], tools, {}))))
             branches[-1].add(given, is_trained=False)
             branches[-1].add(sampled, is_trained=True)
             before = number
@@ -116,7 +116,7 @@ class Demonstrator:
         n = len(shared)
         return shared, [
             Demonstration(
-                completion=self._prompts.decode(branch.ids[n:]),
+                completion=self._prompts.codec.decode(branch.ids[n:]),
                 completion_ids=branch.ids[n:],
                 loss_mask=branch.mask[n:],
             )
@@ -224,7 +224,7 @@ class DemonstrationMaker:
                 "template"
             )
         branch = Branch(self._maker.token_ids([prompt])[0])
-        end, answer = self._tokenizer.eos_token_id, self._prompts.encode(completion)
+        end, answer = self._tokenizer.eos_token_id, self._prompts.codec.encode(completion)
         branch.add(answer if answer[-1:] == [end] else [*answer, end], is_trained=True)
         return branch
 

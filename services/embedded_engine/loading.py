@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.chat.prompts import ChatPrompts
-from services.chat.tokenizers import TextCodec
 from services.core import machine
 from services.core.errors import ConfigurationError
-from services.core.files import check_model_directory
 from services.core.logs import get_logger
+from services.core.models import model_files
 from services.embedded_engine.kv_cache import KVCache
 from services.embedded_engine.model import Model, Weights, pack_weights
 from services.embedded_engine.weights import Architecture, WeightsError, read_directory
@@ -41,16 +38,12 @@ class Loaded:
 
     @functools.cached_property
     def prompts(self) -> ChatPrompts:
-        """The model's chat template."""
+        """The model's chat template, and its tokens of texts."""
         return ChatPrompts(self.tokenizer)
-
-    @functools.cached_property
-    def _codec(self) -> TextCodec:
-        return TextCodec(self.tokenizer)
 
     def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
-        return self._codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.prompts.codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text prompt, with the special tokens that the tokenizer adds."""
@@ -89,12 +82,12 @@ def load(settings: EngineSettings) -> Loaded:
     )
     log.info("computing", **vars(chosen))
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
-    directory = _find_model(settings.model_name)
+    directory = model_files(settings.model_name, with_weights=True)
     max_tokens = settings.engine_max_total_tokens or max(EMBEDDED_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        architecture = Architecture.of(config)
+        architecture = Architecture(config)
         context_length = min(settings.engine_context_length or architecture.max_positions, max_tokens)
         max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
         with torch.inference_mode():
@@ -110,26 +103,6 @@ def load(settings: EngineSettings) -> Loaded:
         ) from error
     machine.release_memory()
     return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer))
-
-
-def _find_model(name: str) -> Path:
-    """Return the directory of a model: ``name`` itself, or the hub's snapshot of it.
-
-    Raises:
-        ConfigurationError: ``name`` is neither.
-    """
-    check_model_directory(name)
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ConfigurationError(
-            f"MODEL_NAME={name} is neither a directory nor a model that the hub gives ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); give a directory, or check the name and the network"
-        ) from error
 
 
 def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -113,10 +113,9 @@ def pack_weights(
         return linear(prefix, "gate_proj", "up_proj"), linear(prefix, "down_proj")
 
     def mixture(prefix: str) -> Mixture:
-        shape = architecture.experts
-        assert shape is not None, "only a model with experts has such layers"
-        experts = [mlp(f"{prefix}experts.{expert}.") for expert in range(shape.count)]
-        return Mixture(linear(prefix, "gate"), experts, shape.per_token, shape.normalises)
+        experts = [mlp(f"{prefix}experts.{expert}.") for expert in range(architecture.num_experts)]
+        gate = linear(prefix, "gate")
+        return Mixture(gate, experts, architecture.experts_per_token, architecture.normalises_experts)
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
@@ -127,7 +126,7 @@ def pack_weights(
             key_norm=take(f"{prefix}self_attn.k_norm.weight") if architecture.has_qk_norm else None,
             output=linear(f"{prefix}self_attn.", "o_proj"),
             mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
-            mlp=mixture(f"{prefix}mlp.") if architecture.has_experts(index) else mlp(f"{prefix}mlp."),
+            mlp=mixture(f"{prefix}mlp.") if index in architecture.expert_layers else mlp(f"{prefix}mlp."),
         )
 
     embedding = take("model.embed_tokens.weight")
@@ -142,7 +141,7 @@ class Model:
     def __init__(
         self, config: PretrainedConfig, weights: Weights, dtype: torch.dtype, device: torch.device, context_length: int
     ) -> None:
-        self.architecture = Architecture.of(config)
+        self.architecture = Architecture(config)
         self.weights = weights
         self.adapter: Adapter | None = None
         self.dtype = dtype

@@ -290,7 +290,7 @@ async def chat_completions(body: OpenAIRequest, http: HttpRequest) -> Any:
     if not body.messages:
         raise ProblemError(400, "messages are missing; send at least one")
     text = loaded.prompts.render([for_template(one) for one in body.messages], None, body.chat_template_kwargs)
-    request = await _complete(body, loaded.prompts.encode(text), state, http)
+    request = await _complete(body, loaded.prompts.codec.encode(text), state, http)
     contents = [
         {
             "message": {"role": "assistant", "content": completion_text(sequence, loaded)},
@@ -346,7 +346,7 @@ def _entries(sequence: Sequence, loaded: Loaded) -> list[dict[str, Any]]:
     """Return an entry per token, each with the likeliest tokens at its position."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text, content = loaded.decode_text([token], False), loaded.prompts.token_bytes(token)
+        text, content = loaded.decode_text([token], False), loaded.prompts.codec.token_bytes(token)
         return {"token": text, "logprob": logprob, "bytes": list(content)}
 
     tops = sequence.top_logprobs or [[] for _ in sequence.output_ids]

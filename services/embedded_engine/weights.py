@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,59 +20,11 @@ class WeightsError(Exception):
     """The weights do not fit the model; nothing was changed."""
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The shape of the mixtures of experts that some layers have in place of a dense MLP."""
-
-    count: int
-    per_token: int
-    """Experts that compute each token."""
-    intermediate_size: int
-    normalises: bool
-    """The weights of a token's experts sum to 1."""
-    layers: frozenset[int]
-    """The layers that are mixtures."""
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Experts | None:
-        """Return the mixtures that a configuration describes, as transformers' Qwen3MoeDecoderLayer chooses them."""
-        if config.model_type != "qwen3_moe" or not config.num_experts:
-            return None
-        layers = (i for i in range(config.num_hidden_layers) if (i + 1) % config.decoder_sparse_step == 0)
-        return cls(
-            count=config.num_experts,
-            per_token=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            normalises=bool(config.norm_topk_prob),
-            layers=frozenset(layers) - frozenset(config.mlp_only_layers or ()),
-        )
-
-
-@dataclass(frozen=True)
 class Architecture:
     """The shape of a decoder of the Llama, Qwen2 or Qwen3 family, or of Qwen3's with mixtures of experts."""
 
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    max_positions: int
-    has_tied_embeddings: bool
-    has_qkv_bias: bool
-    has_output_bias: bool
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    experts: Experts | None = None
-    """The mixtures of experts; None for a model whose layers are all dense."""
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Architecture:
-        """Return the architecture that a configuration describes.
+    def __init__(self, config: PretrainedConfig) -> None:
+        """Read the shape from a configuration.
 
         Raises:
             WeightsError: the embedded engine does not compute this architecture.
@@ -84,24 +35,32 @@ class Architecture:
         if getattr(config, "use_sliding_window", False) or config.hidden_act != "silu":
             raise WeightsError("the embedded engine computes neither sliding windows nor activations other than silu")
         bias = bool(getattr(config, "attention_bias", False))
-        return cls(
-            family=family,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            norm_eps=config.rms_norm_eps,
-            max_positions=config.max_position_embeddings,
-            has_tied_embeddings=bool(config.tie_word_embeddings),
-            has_qkv_bias=bias or family == "qwen2",
-            has_output_bias=bias and family != "qwen2",
-            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            has_qk_norm=family in ("qwen3", "qwen3_moe"),
-            experts=Experts.of(config),
-        )
+        self.family: str = family
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.intermediate_size: int = config.intermediate_size
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads or config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.norm_eps: float = config.rms_norm_eps
+        self.max_positions: int = config.max_position_embeddings
+        self.has_tied_embeddings = bool(config.tie_word_embeddings)
+        self.has_qkv_bias = bias or family == "qwen2"
+        self.has_output_bias = bias and family != "qwen2"
+        self.has_mlp_bias = bool(getattr(config, "mlp_bias", False))
+        self.has_qk_norm = family in ("qwen3", "qwen3_moe")
+        self.expert_layers: frozenset[int] = frozenset()
+        """The layers that have a mixture of experts in place of a dense MLP."""
+        if family == "qwen3_moe" and config.num_experts:
+            # As transformers' Qwen3MoeDecoderLayer chooses them.
+            mixed = (i for i in range(config.num_hidden_layers) if (i + 1) % config.decoder_sparse_step == 0)
+            self.expert_layers = frozenset(mixed) - frozenset(config.mlp_only_layers or ())
+            self.num_experts: int = config.num_experts
+            self.experts_per_token: int = config.num_experts_per_tok
+            self.expert_size: int = config.moe_intermediate_size
+            self.normalises_experts = bool(config.norm_topk_prob)
+            """The weights of a token's experts sum to 1."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
@@ -129,19 +88,15 @@ class Architecture:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether a layer is a mixture of experts."""
-        return self.experts is not None and layer in self.experts.layers
-
     def _mlp_projections(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         """Return outputs, inputs and whether there is a bias, by the name of each projection of a layer's MLP."""
         hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
         prefixes = ["mlp."]
         projections: dict[str, tuple[int, int, bool]] = {}
-        if self.experts is not None and layer in self.experts.layers:
-            inner, has_bias = self.experts.intermediate_size, False
-            prefixes = [f"mlp.experts.{expert}." for expert in range(self.experts.count)]
-            projections["mlp.gate"] = (self.experts.count, hidden, False)
+        if layer in self.expert_layers:
+            inner, has_bias = self.expert_size, False
+            prefixes = [f"mlp.experts.{expert}." for expert in range(self.num_experts)]
+            projections["mlp.gate"] = (self.num_experts, hidden, False)
         for prefix in prefixes:
             projections[f"{prefix}gate_proj"] = (inner, hidden, has_bias)
             projections[f"{prefix}up_proj"] = (inner, hidden, has_bias)

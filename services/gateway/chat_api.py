@@ -163,6 +163,6 @@ def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: Chat
 def _logprobs(completion: TokenSequence, prompts: ChatPrompts) -> dict[str, Any]:
     entries = []
     for token, logprob in zip(completion.completion_ids.tolist(), completion.logprobs.tolist(), strict=True):
-        text, content = prompts.token_text(token), prompts.token_bytes(token)
+        text, content = prompts.codec.decode([token]), prompts.codec.token_bytes(token)
         entries.append({"token": text, "logprob": logprob, "bytes": list(content), "top_logprobs": []})
     return {"content": entries}

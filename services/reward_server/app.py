@@ -27,6 +27,9 @@ from services.reward_server.settings import RewardSettings
 
 log = get_logger(__name__)
 
+_PACKAGES = (("math", "math_verify", ("reward",)), ("reasoning_gym", "reasoning_gym", ("reward", "reasoning-gym")))
+"""Rewards whose packages need not be installed, with the extras of this project that have them."""
+
 
 class Rewards:
     """The scorers of all sources, and the workers and models that they share."""
@@ -140,11 +143,10 @@ def _check(settings: RewardSettings) -> None:
     if ("reward_model" in names) != (settings.reward_model is not None):
         raise ConfigurationError("REWARD_MODEL and the reward `reward_model` in REWARD_FN need each other; set both")
     # Without this check a worker would report that REWARD_FN is wrong.
-    if "math" in names and importlib.util.find_spec("math_verify") is None:
-        raise ConfigurationError(f"the reward `math` needs math-verify; run: {install_command('reward')}")
-    if "reasoning_gym" in names and importlib.util.find_spec("reasoning_gym") is None:
-        command = install_command("reward", "reasoning-gym")
-        raise ConfigurationError(f"the reward `reasoning_gym` needs reasoning-gym; run: {command}")
+    for name, package, extras in _PACKAGES:
+        if name in names and importlib.util.find_spec(package) is None:
+            needed = package.replace("_", "-")
+            raise ConfigurationError(f"the reward `{name}` needs {needed}; run: {install_command(*extras)}")
 
 
 async def _start_reward_model(settings: RewardSettings, stack: AsyncExitStack) -> NeuralReward:

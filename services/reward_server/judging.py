@@ -133,7 +133,7 @@ class Judge:
         )
         self._places = asyncio.Semaphore(settings.judge_concurrency)
         self._calls: dict[str, asyncio.Task[Verdict | NoVerdictError]] = {}
-        self._verdicts = Verdicts(settings.judge_directory)
+        self._verdicts = Verdicts(settings.judge_dir or settings.run_dir / "judge")
         self._model: str | None = None
         """The name that the judge answered with last."""
 

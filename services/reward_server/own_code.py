@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -29,6 +30,9 @@ from services.sandbox.probe import choose
 
 if TYPE_CHECKING:
     from services.reward_server.scoring import Scorer
+
+Function = Callable[[dict[str, Any]], dict[str, Any]]
+"""Evaluates an item, as ``worker.load`` makes it."""
 
 APPLIES_SECONDS = 20.0
 """Rows are looked at for so long."""
@@ -88,7 +92,7 @@ def _load(settings: RewardSettings, source: str) -> None:
         if any(function.name == "code" for function in settings.functions):
             _check_tests(items)
         elif len(functions) == len(settings.functions):
-            check_applies(settings.reward_fn, functions, items)
+            _check_applies(settings.reward_fn, functions, items)
 
 
 def _check_tests(items: Iterable[Sequence[Any]]) -> None:
@@ -99,28 +103,18 @@ def _check_tests(items: Iterable[Sequence[Any]]) -> None:
             raise ConfigurationError(f"REWARD_FN has `code`, and at prompt {prompt_id} {error}") from error
 
 
-def check_applies(
-    reward_fn: str,
-    functions: Iterable[Callable[[dict[str, Any]], dict[str, Any]]],
-    items: Iterable[Sequence[Any]],
-) -> None:
-    """Check that a function applies to each item, given with the id of its prompt, as far as APPLIES_SECONDS suffice.
-
-    Raises:
-        ConfigurationError: each function returns None for an item.
-    """
+def _check_applies(reward_fn: str, functions: Sequence[Function], items: Iterable[Sequence[Any]]) -> None:
+    """Refuse an item for which each function returns None, as far as APPLIES_SECONDS suffice."""
     end = time.monotonic() + APPLIES_SECONDS
-    for prompt_id, item, *_ in items:
+    for prompt_id, item, *_ in itertools.takewhile(lambda _: time.monotonic() < end, items):
         if not any(_applies(function, item) for function in functions):
             raise ConfigurationError(
                 f"REWARD_FN {reward_fn!r}: no function applies to prompt {prompt_id}, each returns None for its ground "
                 "truth; let one return a number, or leave the row out"
             )
-        if time.monotonic() > end:
-            return
 
 
-def _applies(function: Callable[[dict[str, Any]], dict[str, Any]], item: dict[str, Any]) -> bool:
+def _applies(function: Function, item: dict[str, Any]) -> bool:
     # One that fails over this answer may apply to others.
     with contextlib.suppress(Exception):
         return function(item).get("applies") is not False

@@ -75,11 +75,6 @@ class JudgeSettings(DeadlineSettings):
         """
         return 0.4 * self.service_deadline_seconds
 
-    @property
-    def judge_directory(self) -> Path:
-        """The directory of the verdicts."""
-        return self.run_dir / "judge" if self.judge_dir is None else self.judge_dir
-
 
 class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     """The reward-server's environment variables."""

@@ -141,13 +141,6 @@ def test_requests_end_when_their_adapter_does_not_come_back(engine: RunningEngin
     assert finish["type"] == "length"
 
 
-def test_a_request_for_an_adapter_that_was_unloaded_on_its_way_ends(engine: RunningEngine) -> None:
-    """The HTTP route has accepted it, while the adapter was there."""
-    finish = engine.generate(use_adapter=True).sequences[0].finish
-    assert finish is not None
-    assert finish["type"] == "abort"
-
-
 def test_an_adapter_stays_while_requests_are_paused_in_place(engine: RunningEngine, adapters: list[Path]) -> None:
     load_into(engine, adapters[0])
     started = threading.Event()

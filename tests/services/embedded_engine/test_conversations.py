@@ -52,17 +52,6 @@ def test_a_turn_computes_new_tokens_only_and_gives_what_it_gives_without_a_cache
     assert computed(engine) - before == busy + len(PROMPT) + sum(len(suffix) + 1 for suffix in SUFFIXES[:-1])
 
 
-def test_branches_share_their_beginning(engine: RunningEngine) -> None:
-    beginning = [5] * 40
-    first = engine.generate([*beginning, 6, 7], sampling_seed=1)
-    wanted = outputs(engine.generate([*beginning, 8, 9, 10], sampling_seed=2))
-    engine.engine.flush().result(IDLE_SECONDS)
-    assert outputs(engine.generate([*beginning, 6, 7], sampling_seed=1)) == outputs(first)
-    branch = engine.generate([*beginning, 8, 9, 10], sampling_seed=2)
-    assert branch.sequences[0].cached_tokens == 40
-    assert outputs(branch) == wanted
-
-
 def test_requests_of_the_same_prompt_at_once_compute_it_once(engine: RunningEngine) -> None:
     prompt = [2 + place * place % 13 for place in range(50)]
     gate, first = held(engine)
@@ -124,12 +113,3 @@ def test_new_weights_drop_all_that_the_old_ones_computed(
     again = engine.generate(following.prompt_ids, sampling_seed=1)
     assert again.sequences[0].cached_tokens == 0
     assert outputs(again) == outputs(following)
-
-
-def test_a_retracted_turn_goes_on_alike(engine: RunningEngine) -> None:
-    wanted = outputs(engine.generate(sampling_seed=3, max_new_tokens=30))
-    gate, running = held(engine, sampling_seed=3)
-    engine.engine.pause("retract")
-    gate.released.set()
-    engine.engine.resume().result(IDLE_SECONDS)
-    assert outputs(running.result(IDLE_SECONDS)) == wanted

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.embedded_engine.engine import EngineStoppedError, NotIdleError, QueueFullError
+from services.embedded_engine.engine import EngineStoppedError, NotIdleError
 from services.embedded_engine.model import Model
 from services.embedded_engine.scheduler import Request, Sequence
 from tests.services.embedded_engine.conftest import PROMPT, RunningEngine
@@ -138,18 +138,6 @@ def test_prompt_logprobs_come_with_a_completion(engine: RunningEngine) -> None:
 # --- limits and aborts -----------------------------------------------------------------------------------------------
 
 
-def test_more_waiting_requests_than_allowed_are_refused_at_once(make_engine: MakeEngine) -> None:
-    small = make_engine(max_queued=3, engine_max_running_requests=1)
-    gate, first = held(small)
-    waiting = [small.submit() for _ in range(3)]
-    with pytest.raises(QueueFullError):
-        small.submit()
-    gate.released.set()
-    for done in [first, *waiting]:
-        done.result(IDLE_SECONDS)
-    small.generate()
-
-
 def test_an_abort_ends_running_and_waiting_sequences_with_what_they_have(make_engine: MakeEngine) -> None:
     small = make_engine(engine_max_running_requests=1)
     gate, running = held(small, rid="a")
@@ -249,19 +237,6 @@ def test_retracted_sequences_go_on_with_new_weights_throughout(
     assert sequence.logprobs[5:] == pytest.approx(rescored[len(PROMPT) + 5 :], abs=logprob_tolerance(compute_type))
 
 
-def test_a_pause_with_abort_ends_everything_and_holds_what_comes_after(engine: RunningEngine) -> None:
-    gate, running = held(engine)
-    paused = engine.engine.pause("abort")
-    gate.released.set()
-    assert paused.result(IDLE_SECONDS) == 1
-    assert running.result(IDLE_SECONDS).sequences[0].finish["type"] == "abort"  # type: ignore[index]
-    later = engine.submit()
-    engine.engine.flush().result(IDLE_SECONDS)
-    assert not later.done()
-    engine.engine.resume()
-    assert later.result(IDLE_SECONDS).sequences[0].finish == {"type": "length", "length": 8}
-
-
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -299,16 +274,3 @@ def test_a_failing_step_ends_the_engine_and_tells_everyone_who_waits(
     assert [str(error) for error in engine.failures] == ["out of memory"]
     with pytest.raises(EngineStoppedError):
         engine.submit()
-
-
-def test_stopping_tells_everyone_who_waits(engine: RunningEngine) -> None:
-    gate, running = held(engine, max_new_tokens=200)
-    waiting = engine.submit()
-    stopper = threading.Thread(target=engine.engine.stop)
-    stopper.start()
-    gate.released.set()
-    stopper.join(IDLE_SECONDS)
-    for done in (running, waiting):
-        with pytest.raises(EngineStoppedError):
-            done.result(IDLE_SECONDS)
-    assert engine.failures == []

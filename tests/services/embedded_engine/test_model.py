@@ -73,7 +73,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def load_model(directory: Path, compute_type: str) -> Model:
     dtype = getattr(torch, compute_type)
     config = AutoConfig.from_pretrained(directory)
-    architecture = Architecture.of(config)
+    architecture = Architecture(config)
     with torch.inference_mode():
         weights = pack_weights(architecture, read_directory(directory, architecture), dtype, CPU)
         return Model(config, weights, dtype, CPU, 256)
@@ -110,7 +110,7 @@ def greatest(model: Model, differences: torch.Tensor) -> float:
     In bfloat16, tokens whose experts are almost equally likely are computed by other experts.
     """
     largest = differences.abs().amax(-1)
-    is_rounded = model.architecture.experts is not None and model.dtype is torch.bfloat16
+    is_rounded = model.architecture.expert_layers and model.dtype is torch.bfloat16
     return float(largest.median() if is_rounded else largest.max())
 
 
@@ -185,4 +185,4 @@ def test_logits_of_bfloat16_weights_are_not_rounded(directory: Path) -> None:
 )
 def test_what_the_engine_does_not_compute_is_refused(config: PretrainedConfig, reason: str) -> None:
     with pytest.raises(WeightsError, match=reason):
-        Architecture.of(config)
+        Architecture(config)

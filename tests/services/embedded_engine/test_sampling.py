@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.embedded_engine.sampling import Sampler, Sampling, stream_key, uniforms
+from services.embedded_engine.sampling import Sampler, Sampling, stream_key
 
 CPU = torch.device("cpu")
 
@@ -82,22 +82,3 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         some = Sampler([rows[row] for row in chosen], CPU).sample(logits[chosen].clone(), places[chosen])
         assert torch.equal(some[0], tokens[chosen])
         assert torch.equal(some[1], logprobs[chosen])
-
-
-def test_uniform_numbers_are_uniform_and_differ_by_seed_completion_and_position() -> None:
-    keys = np.array([stream_key(seed, completion) for seed in range(30) for completion in range(30)], dtype=np.uint64)
-    numbers = np.concatenate([uniforms(keys, positions(900, place)) for place in range(30)])
-    assert len(np.unique(numbers)) == len(numbers)
-    assert numbers.min() >= 0.0
-    assert numbers.max() < 1.0
-    counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
-    expected = len(numbers) / 50
-    assert ((counts - expected) ** 2 / expected).sum() < 49 + 5 * 98**0.5
-
-
-def test_logits_that_are_not_finite_are_told_by_their_logprob() -> None:
-    logits = torch.zeros(2, 100)
-    logits[1, 3] = torch.nan
-    _, logprobs = Sampler([Sampling(1), Sampling(2)], CPU).sample(logits, positions(2))
-    assert torch.isfinite(logprobs[0])
-    assert torch.isnan(logprobs[1])

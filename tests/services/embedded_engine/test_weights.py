@@ -14,7 +14,7 @@ from services.embedded_engine.weights import Architecture, WeightsError, read_di
 
 @pytest.fixture
 def architecture(tiny_model: Path) -> Architecture:
-    return Architecture.of(AutoConfig.from_pretrained(tiny_model))
+    return Architecture(AutoConfig.from_pretrained(tiny_model))
 
 
 @pytest.fixture

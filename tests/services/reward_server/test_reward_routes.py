@@ -13,17 +13,8 @@ from services.core.errors import ConfigurationError
 from services.protocol.rewards import BatchRewardRequest, RewardItem
 from services.reward_server.app import create_app
 from services.reward_server.own_code import check
-from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
+from services.reward_server.settings import RewardSettings, parse_functions
 from tests.waiting import IDLE_SECONDS, wait_until
-
-
-def test_rewards_are_read_with_their_weights() -> None:
-    assert parse_functions("math, format=0.2,my.module:f=-1") == [
-        WeightedFunction("math", 1.0),
-        WeightedFunction("format", 0.2),
-        WeightedFunction("my.module:f", -1.0),
-    ]
-
 
 JUDGED = {"judge_url": "http://127.0.0.1:1", "judge_model": "m", "judge_rubric": Path("rubric.yaml")}
 
