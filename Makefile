@@ -136,8 +136,7 @@ bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPU
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu
 
 docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/metrics.md
-	$(RUN) -m scripts.reference.configuration
-	$(RUN) -m scripts.reference.metrics
+	$(RUN) -m scripts.reference
 
 notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it
 	$(VENV)/bin/jupyter-execute --inplace docs/first_run.ipynb
@@ -190,7 +189,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # pip would compile everything; this only what is imported, and once, before a dozen processes start together.
 $(VENV)/.compiled: | $(VENV)/.demo
-	$(RUN) -c 'import trainer.run, services.embedded_engine.http.app, services.data_server.app, services.reward_server.app'
+	$(RUN) -c 'import trainer.run, services.embedded_engine.app, services.data_server.app, services.reward_server.app'
 	@touch $@
 
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it. The import

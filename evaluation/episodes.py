@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from services.clients.environment import EnvironmentClient
-from services.clients.play import Arena, Decision, Episode, Step, play
+from services.clients.play import Arena, Decision, Episode, Step, play_at_once
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.machine import THREADS_VARIABLE, threads
@@ -29,8 +29,7 @@ from services.core.tasks import run_until_first_ends
 from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
 from services.environment_server.environments import ActionRefusedError, result_of, why_failed
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head.policies import make_policy
-from services.evaluation_head.policy import Policy
+from services.evaluation_head.policies import Policy, make_policy
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import RequestRefusedError
 from services.http.server import listen
@@ -166,56 +165,57 @@ async def _at_server(environment: str | None, url: str, token: str | None) -> As
         yield OpenArena(trial.environment, client)
 
 
-class StartedServers(Servers):
-    """Environment servers that this process starts, each with its share of the cores."""
+async def play_on_workers(
+    environment: str, count: int, token: str | None, play: Callable[[Servers], Awaitable[object]]
+) -> dict[str, SupervisedProcess]:
+    """Start environment servers, await ``play`` once all answer or START_SECONDS have passed, and end them.
 
-    def __init__(self, environment: str, count: int, token: str | None) -> None:
-        """Describe the servers, ``worker-0`` and so on, which write to this process's standard error."""
-        with contextlib.ExitStack() as stack:
-            probes = [stack.enter_context(listen("127.0.0.1", 0)) for _ in range(count)]
-            addresses = [Endpoint("127.0.0.1", probe.getsockname()[1]) for probe in probes]
-        super().__init__(addresses, token)
-        self.processes = {
-            address.url: self._process(f"worker-{number}", environment, address, threads(processes=count))
+    The servers ``worker-0`` and so on have equal shares of the cores, and write to this process's standard error.
+
+    Returns:
+        The servers' processes by their URL.
+
+    Raises:
+        ConfigurationError: a server cannot run with its settings, or never answered.
+        DependencyLostError: no server answers after START_SECONDS, or one ended too often.
+    """
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(listen("127.0.0.1", 0)) for _ in range(count)]
+        addresses = [Endpoint("127.0.0.1", probe.getsockname()[1]) for probe in probes]
+    own_threads = str(threads(processes=count))
+    async with Servers(addresses, token) as servers:
+        processes = {
+            address.url: _worker(f"worker-{number}", environment, address, own_threads, servers)
             for number, address in enumerate(addresses)
         }
-        """The servers by their URL."""
-
-    def _process(self, name: str, environment: str, address: Endpoint, own_threads: int) -> SupervisedProcess:
-        async def is_healthy() -> bool:
-            return await (await self.connect(address.url)).is_healthy()
-
-        variables = {"ENVIRONMENT": environment, THREADS_VARIABLE: str(own_threads)}
-        command = Command(
-            name,
-            sys.executable,
-            "services.environment_server",
-            ["--host", address.host, "--port", str(address.port)],
-            variables | {"LOG_LEVEL": os.environ.get("LOG_LEVEL") or "warning"},
-            withheld=("EVAL_HEAD_ENDPOINT", "SOURCES"),
-        )
-        return SupervisedProcess(
-            command, is_healthy, max_restarts=MAX_RESTARTS, start_seconds=START_SECONDS, hang_seconds=HANG_SECONDS
-        )
-
-    async def run(self, play: Callable[[], Awaitable[object]]) -> None:
-        """Start the servers, await ``play`` once all answer or START_SECONDS have passed, and end them.
-
-        Raises:
-            ConfigurationError: a server cannot run with its settings, or never answered.
-            DependencyLostError: no server answers after START_SECONDS, or one ended too often.
-        """
 
         async def work() -> None:
-            ready = [asyncio.ensure_future(process.wait_until_healthy(0)) for process in self.processes.values()]
+            ready = [asyncio.ensure_future(process.wait_until_healthy(0)) for process in processes.values()]
             _, late = await asyncio.wait(ready, timeout=START_SECONDS)
             for waiting in late:
                 waiting.cancel()
-            await self.wait_healthy(0.0)
-            await play()
+            await servers.wait_healthy(0.0)
+            await play(servers)
 
-        async with self:
-            await run_until_first_ends(work(), *(process.run() for process in self.processes.values()))
+        await run_until_first_ends(work(), *(process.run() for process in processes.values()))
+    return processes
+
+
+def _worker(name: str, environment: str, address: Endpoint, own_threads: str, servers: Servers) -> SupervisedProcess:
+    async def is_healthy() -> bool:
+        return await (await servers.connect(address.url)).is_healthy()
+
+    variables = {"ENVIRONMENT": environment, THREADS_VARIABLE: own_threads}
+    command = Command(
+        name,
+        sys.executable,
+        "services.environment_server",
+        ["--host", address.host, "--port", str(address.port)],
+        variables | {"LOG_LEVEL": os.environ.get("LOG_LEVEL") or "warning"},
+        withheld=("EVAL_HEAD_ENDPOINT", "SOURCES"),
+    )
+    limits: dict[str, Any] = {"max_restarts": MAX_RESTARTS, "start_seconds": START_SECONDS}
+    return SupervisedProcess(command, is_healthy, **limits, hang_seconds=HANG_SECONDS)
 
 
 class Play(Protocol):
@@ -266,13 +266,7 @@ async def play_seeds(
     for _ in range(TRIES):
         todo.extend(sorted(lost))
         lost.clear()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for size in sizes:
-                    group.create_task(play(size, place.arena, next_seeds, record.ask, settle, record.add))
-        except BaseExceptionGroup as errors:
-            # All fail for the same reason, so the first error is enough.
-            raise errors.exceptions[0] from None
+        await play_at_once(sizes, place.arena, next_seeds, record.ask, settle, record.add)
         if not lost:
             break
         sizes = [1]

@@ -24,7 +24,7 @@ from pydantic import HttpUrl, TypeAdapter, ValidationError
 from evaluation import clusters
 from evaluation.plan import Backend, Plan, Scheduler, in_job_group
 from local_runner import nodes, processes
-from local_runner.nodes import Addresses, Run
+from local_runner.nodes import Addresses, LocalRun
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.core import endpoints, machine
@@ -242,7 +242,7 @@ async def _supervised(
     with nodes.allocate(group) as addresses:
         # For agents that ask the gateway with clients of their own.
         endpoints.ask_directly(*chain(*addresses.hosts.values()))
-        run = Run(
+        run = LocalRun(
             group=group,
             run_id="servers",
             shared_dir=output / "servers",
@@ -274,7 +274,7 @@ async def _supervised(
                 await asyncio.gather(job, return_exceptions=True)
 
 
-def _ends_of_logs(run: Run) -> str:
+def _ends_of_logs(run: LocalRun) -> str:
     logs = sorted(path for task in run.group.tasks for path in (run.run_dir / "logs").glob(f"{task.name}-*.log"))
     ends: dict[str, Sequence[str]] = {
         log.name: log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:] for log in logs

@@ -8,17 +8,21 @@ command is repeated. docs/evaluation_head.md describes the columns of the files.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,17 +30,19 @@ from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
 from evaluation.identity import check_identity, locked_file, sha256_of
-from evaluation.shards import Rows, Shard, lineups_of, read_summary, shards_of
+from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
 from services.core.settings import Settings
 from services.core.tasks import run_until_signal
-from services.evaluation_head.policy import Policy
-from services.http.client import RequestRefusedError
+from services.evaluation_head.policies import Policy
 from services.http.problems import ProblemError
-from services.protocol.evaluation import EnvironmentInfo
+from services.protocol.evaluation import ActionKind, EnvironmentInfo, StateKind, StepStatus
 
+SEEDS = 2**31
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_SUMMARY = b"trajectories"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 RESULTS = "results.json"
@@ -49,7 +55,7 @@ ITERATIONS = 1000
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run."""
+    """The options of a run; see ``main``."""
 
     environment: str | None
     server: str | None
@@ -59,6 +65,150 @@ class Options:
     shard_episodes: int
     at_once: int
     save_to: Path
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file's episodes, which one lineup plays."""
+
+    number: int
+    lineup: tuple[str, ...]
+    """The policy in each seat."""
+    first_episode: int
+    """The number of its first episode in the run."""
+    seeds: Sequence[int]
+    """The seed of each episode."""
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"shard-{self.number:06d}.parquet"
+
+
+def shards_of(lineups: Sequence[tuple[str, ...]], episodes: int, seed: int, shard_episodes: int) -> Iterator[Shard]:
+    """Yield all shards in order, which depend on nothing else; episodes are numbered over all of them.
+
+    Every lineup plays ``episodes`` episodes with the same seeds: ``seed``, ``seed`` + 1 and so on.
+    """
+    number = itertools.count()
+    for place, lineup in enumerate(lineups):
+        for start in range(0, episodes, shard_episodes):
+            seeds = [(seed + index) % SEEDS for index in range(start, min(start + shard_episodes, episodes))]
+            yield Shard(next(number), lineup, place * episodes + start, seeds)
+
+
+def lineups_of(policies: Sequence[str], seats: int) -> list[tuple[str, ...]]:
+    """Return who sits where: each policy alone, or with several seats each ordered choice of different policies.
+
+    If there are fewer policies than seats, policies also sit in several seats.
+    """
+    if len(policies) >= seats:
+        return list(itertools.permutations(policies, seats))
+    return list(itertools.product(policies, repeat=seats))
+
+
+class Rows:
+    """The rows of one shard's episodes; see Play."""
+
+    def __init__(self, info: EnvironmentInfo, shard: Shard, policies: Mapping[str, Policy]) -> None:
+        self._info = info
+        self._shard = shard
+        self._policies = [policies[name] for name in shard.lineup]
+        self._numbers = {seed: number for number, seed in enumerate(shard.seeds, start=shard.first_episode)}
+        """By seed, the episode's number in the run."""
+        self._under_way: defaultdict[Episode, list[dict[str, Any]]] = defaultdict(list)
+        self._ended: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}
+        """By number, the return of each seat and the rows."""
+
+    async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
+        """Ask the policy of each seat for the actions in the episodes where it is that seat's turn."""
+        decisions: dict[Episode, Decision] = {}
+        for seat, policy in enumerate(self._policies):
+            turns = [episode for episode in episodes if episode.seat == seat]
+            if turns:
+                answers = await policy.act([episode.state for episode in turns], logprobs=True)
+                decisions |= zip(turns, answers, strict=True)
+        return [decisions[episode] for episode in episodes]
+
+    def add(self, steps: Sequence[Step]) -> None:
+        """See Play."""
+        for episode, decision, result in steps:
+            seat = episode.seat
+            self._under_way[episode].append(
+                {
+                    "episode": self._numbers[episode.seed],
+                    "seed": episode.seed,
+                    "step": episode.steps,
+                    "policy": self._shard.lineup[seat],
+                    "version": decision.version,
+                    "state": self._state(episode.state),
+                    "action": decision.action,
+                    "logprob": decision.logprob,
+                    "reward": result.reward if result.rewards is None else result.rewards[seat],
+                    "terminated": result.status is StepStatus.TERMINATED,
+                    "truncated": result.status is StepStatus.TRUNCATED,
+                    "final_state": None if result.status is StepStatus.RUNNING else self._state(result.state),
+                    "seat": seat,
+                    "policies": self._shard.lineup,
+                    "rewards": result.rewards,
+                }
+            )
+
+    def end(self, episode: Episode) -> None:
+        """Keep the rows of an episode that has ended; those of episodes that never end are not kept."""
+        self._ended[self._numbers[episode.seed]] = episode.returns, self._under_way.pop(episode)
+
+    def write(self, path: Path, left_out: Mapping[int, str]) -> int:
+        """Write the shard under a hidden name and rename it, so that readers see a whole file or none.
+
+        Args:
+            path: the file.
+            left_out: by seed, why an episode has no rows.
+
+        Returns:
+            The number of rows.
+        """
+        ended = [self._ended[number] for number in sorted(self._ended)]
+        rows = [row for _, rows in ended for row in rows]
+        summary = {
+            "returns": [returns for returns, _ in ended],
+            "steps": len(rows),
+            "left_out": {str(self._numbers[seed]): why for seed, why in sorted(left_out.items())},
+        }
+        schema = self._schema.with_metadata({_SUMMARY: json.dumps(summary).encode()})
+        partial = path.with_name(f".{path.name}.partial")
+        pq.write_table(pa.Table.from_pylist(rows, schema), partial, compression="zstd")
+        partial.replace(path)
+        return len(rows)
+
+    @property
+    def _schema(self) -> pa.Schema:
+        state_type = _nested(self._info.state.shape) if self._info.state.kind is StateKind.NUMBERS else _MESSAGES
+        kinds = {ActionKind.INDEX: pa.int64(), ActionKind.TEXT: pa.string()}
+        columns = {
+            "episode": pa.int64(),
+            "seed": pa.int64(),
+            "step": pa.int32(),
+            "policy": pa.string(),
+            "version": pa.int64(),
+            "state": state_type,
+            "action": kinds.get(self._info.action.kind) or _nested(self._info.action.shape),
+            "logprob": pa.float64(),
+            "reward": pa.float64(),
+            "terminated": pa.bool_(),
+            "truncated": pa.bool_(),
+            "final_state": state_type,
+        }
+        if self._info.seats > 1:
+            columns |= {"seat": pa.int8(), "policies": pa.list_(pa.string()), "rewards": pa.list_(pa.float64())}
+        return pa.schema(columns)
+
+    def _state(self, state: Any) -> Any:
+        return np.asarray(state, np.float64).tolist() if self._info.state.kind is StateKind.NUMBERS else list(state)
+
+
+def _nested(shape: Sequence[int]) -> pa.DataType:
+    return functools.reduce(lambda kind, _: pa.list_(kind), shape, pa.float64())
 
 
 async def generate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
@@ -73,17 +223,14 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
         stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
         token = Settings.load().token
         place = await stack.enter_async_context(open_arena(options.environment, options.server, token))
-        policies, targets = await open_policies(
-            stack, options.policies, place.info, options.at_once, head_timeout_ms=0.0
-        )
+        at_once = options.at_once
+        policies, targets = await open_policies(stack, options.policies, place.info, at_once, head_timeout_ms=0.0)
         _check_manifest(options, place.info, targets, policies)
         lineups = lineups_of(list(policies), place.info.seats)
-        shards = list(
-            shards_of(lineups, episodes=options.episodes, seed=options.seed, shard_episodes=options.shard_episodes)
-        )
+        shards = list(shards_of(lineups, options.episodes, options.seed, options.shard_episodes))
         for shard in shards:
             if not (options.save_to / shard.name).exists():
-                await _play(shard, len(shards), options, place, policies, say)
+                say(f"of {len(shards)} files, {await _play(shard, options, place, policies)}")
     results = results_of(options.save_to, shards, place.info.seats)
     write_json(options.save_to / RESULTS, results)
     return results
@@ -93,8 +240,7 @@ def _check_manifest(
     options: Options, info: EnvironmentInfo, targets: Mapping[str, str], policies: Mapping[str, Policy]
 ) -> None:
     """Write everything that the episodes depend on to the manifest, or compare it with the manifest that is there."""
-    manifest: dict[str, Any] = {"episodes": options.episodes, "seed": options.seed}
-    manifest |= {"shard_episodes": options.shard_episodes}
+    manifest = {name: getattr(options, name) for name in ("episodes", "seed", "shard_episodes")}
     manifest |= {f"environment.{name}": value for name, value in info.model_dump(mode="json").items()}
     manifest["policies"] = list(policies)
     for name, policy in policies.items():
@@ -106,24 +252,11 @@ def _check_manifest(
     path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
     if is_used and not path.exists():
         raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")
-    check_identity(
-        path,
-        manifest,
-        is_used=is_used,
-        results="episodes of other settings",
-        option="--save-to",
-    )
+    check_identity(path, manifest, is_used=is_used, results="episodes of other settings", option="--save-to")
 
 
-async def _play(
-    shard: Shard,
-    count: int,
-    options: Options,
-    place: OpenArena,
-    policies: Mapping[str, Policy],
-    say: Callable[[str], None],
-) -> None:
-    """Play a shard, one of ``count``, and write its file.
+async def _play(shard: Shard, options: Options, place: OpenArena, policies: Mapping[str, Policy]) -> str:
+    """Play a shard, write its file, and return a line about it.
 
     Raises:
         ConfigurationError: no episode ended.
@@ -135,10 +268,9 @@ async def _play(
     if not ended:
         raise ConfigurationError(f"no episode of {shard.name} comes to its end: {next(iter(left_out.values()))}")
     steps = rows.write(options.save_to / shard.name, left_out)
-    lost = f", {len(left_out)} left out" if left_out else ""
-    say(
-        f"{shard.name} of {count}: {' against '.join(shard.lineup)}, {ended} episodes{lost}, "
-        f"{steps} steps, {steps / (time.monotonic() - started):.0f} steps/s"
+    return (
+        f"{shard.name}: {' against '.join(shard.lineup)}, {ended} episodes, {len(left_out)} left out, {steps} steps, "
+        f"{steps / (time.monotonic() - started):.0f} steps/s"
     )
 
 
@@ -152,10 +284,14 @@ def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str
     steps: Counter[tuple[str, ...]] = Counter()
     left_out: dict[str, str] = {}
     for shard in shards:
+        path = directory / shard.name
         try:
-            summary = read_summary(directory / shard.name)
-        except ValueError as error:
-            raise ConfigurationError(f"{error}; remove it, and the same command plays its episodes again") from error
+            summary = json.loads(pq.read_metadata(path).metadata[_SUMMARY])
+        except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path} is not a file of trajectories: {error!r}; remove it, and the same command plays its episodes "
+                "again"
+            ) from error
         games[shard.lineup] += summary["returns"]
         steps[shard.lineup] += summary["steps"]
         left_out |= summary["left_out"]
@@ -194,30 +330,23 @@ def ratings(games: Games) -> list[dict[str, Any]]:
     names = sorted({name for lineup in games for name in lineup})
     wins = np.zeros((len(names), len(names)))
     records: dict[str, list[float]] = {name: [] for name in names}
-    results: dict[str, list[float]] = {name: [] for name in names}
+    scores: dict[str, list[float]] = {name: [] for name in names}
     for lineup, episodes in games.items():
-        for returns in episodes:
-            for name, value in zip(lineup, returns, strict=True):
-                records[name].append(value)
-            for a, b in itertools.permutations(range(len(lineup)), 2):
-                score = 0.5 + 0.5 * float(np.sign(returns[a] - returns[b]))
-                results[lineup[a]].append(score)
-                if lineup[a] != lineup[b]:
-                    wins[names.index(lineup[a]), names.index(lineup[b])] += score
+        seats = list(zip(lineup, np.asarray(episodes, float).reshape(-1, len(lineup)).T, strict=True))
+        for name, returns in seats:
+            records[name] += returns.tolist()
+        for (a, returns), (b, others) in itertools.permutations(seats, 2):
+            pair = 0.5 + 0.5 * np.sign(returns - others)
+            scores[a] += pair.tolist()
+            if a != b:
+                wins[names.index(a), names.index(b)] += pair.sum()
     elo, errors = bradley_terry(wins)
-    rows = [
-        {
-            "policy": name,
-            "rating": float(elo[place]),
-            "standard_error": float(errors[place]),
-            "games": len(results[name]),
-            "wins": results[name].count(1.0),
-            "draws": results[name].count(0.5),
-            "losses": results[name].count(0.0),
-            "mean_return": float(np.mean(records[name])) if records[name] else None,
-        }
-        for place, name in enumerate(names)
-    ]
+    rows = []
+    for name, rating, error in zip(names, elo.tolist(), errors.tolist(), strict=True):
+        counts = Counter(scores[name])
+        rows.append({"policy": name, "rating": rating, "standard_error": error, "games": counts.total()})
+        rows[-1] |= {"wins": counts[1.0], "draws": counts[0.5], "losses": counts[0.0]}
+        rows[-1] |= {"mean_return": float(np.mean(records[name])) if records[name] else None}
     return sorted(rows, key=lambda row: -row["rating"])
 
 
@@ -236,62 +365,50 @@ def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))
 
 
-Policies = Annotated[
-    str,
-    Option(
-        help="name=target with commas between. A target is a .pt2 file, a directory of versions, a rollout server's "
-        "URL, module:function, or head+http://host:8080#name for a policy of a head."
-    ),
-]
-SaveTo = Annotated[Path, Option(help="Directory of the Parquet files. Resumes what is there.")]
-Environment = Annotated[
-    str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1, or the server's own.")
-]
-Server = Annotated[str | None, Option(help="URL of an environment server to play on; default in this process.")]
-Episodes = Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")]
-Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
-ShardEpisodes = Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")]
-AtOnce = Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")]
-
-
 def main(
-    policies: Policies,
-    save_to: SaveTo,
-    environment: Environment = None,
-    server: Server = None,
-    episodes: Episodes = 100,
-    seed: Seed = 0,
-    shard_episodes: ShardEpisodes = 256,
-    at_once: AtOnce = 256,
+    policies: Annotated[
+        str,
+        Option(
+            help="name=target with commas between. A target is a .pt2 file, a directory of versions, a rollout "
+            "server's URL, or module:function."
+        ),
+    ],
+    save_to: Annotated[Path, Option(help="Directory of the Parquet files. Resumes what is there.")],
+    environment: Annotated[
+        str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1, or the server's own.")
+    ] = None,
+    server: Annotated[
+        str | None, Option(help="URL of an environment server to play on; default in this process.")
+    ] = None,
+    episodes: Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")] = 100,
+    seed: Annotated[
+        int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")
+    ] = 0,
+    shard_episodes: Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")] = 256,
+    at_once: Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")] = 256,
 ) -> None:
     """Play episodes of policies in an environment and write every step to Parquet files."""
     logs.configure("generate_trajectories", "warning")
     options = Options(environment, server, policies, episodes, seed, shard_episodes, at_once, save_to)
-    results: dict[str, Any] = {}
 
     async def work() -> None:
-        results.update(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)))
+        try:
+            _show(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
+        except (DependencyLostError, ProblemError) as error:
+            reason = error.detail if isinstance(error, ProblemError) else str(error)
+            raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
 
     stopped = f"trajectories: stopped by {{}}; the same command continues from {save_to}"
-    try:
-        code = asyncio.run(run_until_signal(work(), stopped))
-    except RequestRefusedError as error:
-        raise ConfigurationError(str(error)) from error
-    except (DependencyLostError, ProblemError) as error:
-        reason = error.detail if isinstance(error, ProblemError) else str(error)
-        raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
-    if code:
-        raise typer.Exit(code)
-    Console().print(_table(results))
-    for episode, reason in list(results["left_out"].items())[:5]:
-        print(f"episode {episode} is left out: {reason}")
-    print(f"{results['episodes']} episodes, {results['steps']} steps in {save_to}; results in {save_to / RESULTS}")
+    raise typer.Exit(asyncio.run(run_until_signal(work(), stopped)))
 
 
-def _table(results: dict[str, Any]) -> Table:
+def _show(results: dict[str, Any], save_to: Path) -> None:
     table = Table(title=results["method"])
     for place, column in enumerate(results["policies"][0]):
         table.add_column(column.replace("_", " "), justify="right" if place else "left")
     for row in results["policies"]:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
+    Console().print(table)
+    for episode, reason in list(results["left_out"].items())[:5]:
+        print(f"episode {episode} is left out: {reason}")
+    print(f"{results['episodes']} episodes, {results['steps']} steps in {save_to}; results in {save_to / RESULTS}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from local_runner.nodes import Run, check_gpus, gpus_of, node_environment
+from local_runner.nodes import LocalRun, check_gpus, gpus_of, node_environment
 from local_runner.spec import JobGroup, TaskSpec, nearest
 from services.core.endpoints import COLOCATE_VARIABLE, Task, is_colocated
 from services.core.errors import ConfigurationError
@@ -156,7 +156,7 @@ def tasks_by_variable() -> dict[str, list[str]]:
     return tasks
 
 
-def load_all(run: Run) -> list[Loaded]:
+def load_all(run: LocalRun) -> list[Loaded]:
     """Load and return the settings of every task.
 
     Raises:
@@ -184,7 +184,7 @@ def _refuse(problems: Iterable[tuple[str, str]]) -> None:
         raise ConfigurationError("; ".join(f"{', '.join(names)}: {problem}" for problem, names in tasks.items()))
 
 
-def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
+def load_settings(run: LocalRun, task: TaskSpec, settings_class: type[S]) -> S:
     """Return the settings that the first node of ``task`` will load.
 
     Raises:
@@ -234,7 +234,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
+def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     """Check that there are MIN_WORKERS engines, whose given sizes fit a node's GPUs and a model on this machine.
 
     Where this machine has no GPUs, those that the job group asks for count, because the same settings go to a cluster.
@@ -267,7 +267,7 @@ def check_engines(run: Run, loaded: Sequence[Loaded]) -> None:
             )
 
 
-def check_shared_gpus(run: Run, loaded: Sequence[Loaded]) -> None:
+def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     """Check that engines and trainer have the same GPUs where these share memory (PUBLISH_TRANSPORT=local).
 
     Raises:
@@ -284,7 +284,7 @@ def check_shared_gpus(run: Run, loaded: Sequence[Loaded]) -> None:
         )
 
 
-def before_rows(run: Run, loaded: Sequence[Loaded]) -> dict[str, Callable[[], list[str] | None]]:
+def before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> dict[str, Callable[[], list[str] | None]]:
     """Return the checks of a run before its rows are read, by subject.
 
     Each raises a ConfigurationError, or returns None or the models that the hub does not know.
@@ -350,7 +350,7 @@ def _check_services(settings: TrainerSettings, group: JobGroup) -> None:
         )
 
 
-def check_own_code(run: Run, loaded: Sequence[Loaded]) -> None:
+def check_own_code(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     """Check that the files exist and the functions can be imported that the settings of the run's tasks name.
 
     Raises:
@@ -414,7 +414,7 @@ def _check_formula(reward: RewardSettings, trainer: TrainerSettings) -> None:
         )
 
 
-def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:
+def unchecked_models(run: LocalRun, loaded: Sequence[Loaded]) -> list[str]:
     """Return the models that are neither directories nor known to the Hugging Face hub, because it does not answer.
 
     Raises:
@@ -427,7 +427,7 @@ def unchecked_models(run: Run, loaded: Sequence[Loaded]) -> list[str]:
     return [model for model, task in tasks.items() if not ask(run, task, "services.core.models", model)]
 
 
-def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:
+def ask(run: LocalRun, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:
     """Run a module as the first node of ``task`` would, and return what it prints.
 
     Raises:
@@ -479,7 +479,7 @@ def _check_program(command: str) -> None:
         )
 
 
-def _failed_import(run: Run, loaded: Loaded) -> Iterator[str]:
+def _failed_import(run: LocalRun, loaded: Loaded) -> Iterator[str]:
     functions = loaded.settings.own_functions
     if not functions:
         return

@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 from typer import Exit, Option
 
-from local_runner import checks, nodes, spec
+from local_runner import checks, spec
 from local_runner.launch import Launch
+from local_runner.nodes import LocalRun
 from local_runner.plan import Plan
-from local_runner.run import Env, EnvFiles, NumNodes, Secrets, SharedDir
+from local_runner.run import Env, EnvFiles, NumNodes, Secrets, SharedDir, planned
 from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
@@ -59,7 +59,8 @@ def main(
     if job_group is not None:
         path = spec.find(job_group)
         rows += _of_pods(path)
-        rows += _of_job_group(path, env or [], env_file or [], secret or [], num_nodes or [], shared_dir.resolve())
+        launch = Launch(path, env or (), env_file or (), secret or (), num_nodes or (), shared_dir=shared_dir)
+        rows += _of_job_group(launch)
     for subject, state, facts in rows:
         table.add_row(Text(subject), state, Text(facts))
     console.print(table)
@@ -136,24 +137,19 @@ def sandbox_in_pod(pod: Mapping[str, Any]) -> str:
     return "landlock, if the nodes' kernel is 5.13 or newer with it; bwrap is refused by the default profiles"
 
 
-def _planned(run: nodes.Run, loaded: Sequence[checks.Loaded]) -> list[str]:
+def _planned(run: LocalRun, loaded: Sequence[checks.Loaded]) -> list[str]:
     """Return the cautions of a dry run; raise ConfigurationError where it refuses the run."""
     plan = Plan(run, loaded, is_dry_run=True)
     plan.check()
     return list(plan.cautions())
 
 
-def _of_job_group(
-    path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], shared_dir: Path
-) -> Iterator[Row]:
+def _of_job_group(launch: Launch) -> Iterator[Row]:
     """Yield the results of a dry run's checks, up to one on which the others depend."""
     try:
-        group, _ = Launch(path, env, env_file, secret, num_nodes).group()
-        with nodes.allocate(group, own_hosts=None) as addresses:
-            gpus, mark = machine.visible_gpus(), f"doctor-{uuid.uuid4().hex}"
-            run = nodes.Run(group, nodes.new_run_id(group), shared_dir, addresses, gpus, mark)
+        with planned(launch, None) as run:
             loaded = checks.load_all(run)
-            yield "job group: settings", GOOD, f"{path}: names and values of all tasks"
+            yield "job group: settings", GOOD, f"{launch.job_group}: names and values of all tasks"
             parts = checks.before_rows(run, loaded) | {
                 "rows, template, rewards, memory and disk": lambda: _planned(run, loaded)
             }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from local_runner.checks import READERS, check_names, load_settings, tasks_by_variable
-from local_runner.nodes import Run, check_mounts, node_environment
+from local_runner.nodes import LocalRun, check_mounts, node_environment
 from local_runner.spec import JobGroup, Overrides, assignments, counts, env_files, load
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
@@ -120,7 +120,7 @@ def recorded(assignment: str) -> str:
     return assignment if given else f"{name}={os.environ.get(name, '')}"
 
 
-def next_commands(run: Run, launch: Launch, summary: Mapping[str, Any], exit_code: int) -> list[tuple[str, str]]:
+def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exit_code: int) -> list[tuple[str, str]]:
     """Return purpose and command of everything that can be done with an ended run.
 
     Args:
@@ -154,14 +154,14 @@ def next_commands(run: Run, launch: Launch, summary: Mapping[str, Any], exit_cod
     return commands
 
 
-def trainer_settings(run: Run) -> TrainerSettings:
+def trainer_settings(run: LocalRun) -> TrainerSettings:
     """Return the settings of the run's trainer."""
     [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
     [reader] = [reader for reader in READERS if Task.TRAINER in reader.tasks]
     return cast("TrainerSettings", load_settings(run, trainer, reader.settings_class()))
 
 
-def _evaluated_as(run: Run, launch: Launch) -> list[str]:
+def _evaluated_as(run: LocalRun, launch: Launch) -> list[str]:
     """Return the options that give an evaluation the run's settings, as far as it reads them.
 
     The --env-file options stay as they are. --env gives what the command line or the job group's own file has in place

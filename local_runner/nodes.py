@@ -140,7 +140,7 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class LocalRun:
     """A run: its job group, directory, addresses and GPUs."""
 
     group: JobGroup
@@ -167,10 +167,10 @@ class Run:
         return f"{self.mark}/{task.name}-{rank}"
 
 
-def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
+def node_environment(run: LocalRun, task: TaskSpec, rank: int) -> dict[str, str]:
     """Return all variables of node ``rank`` of ``task``; the task's own win over this machine's.
 
-    The machine's CUDA_VISIBLE_DEVICES says which GPUs the run has (``Run.gpus``); a node gets its share of them.
+    The machine's CUDA_VISIBLE_DEVICES says which GPUs the run has (``LocalRun.gpus``); a node gets its share of them.
     """
     hosts = run.addresses.hosts[task.name]
     gpus = gpus_of(run, task, rank)
@@ -218,7 +218,7 @@ def check_mounts(group: JobGroup) -> None:
         )
 
 
-def check_gpus(run: Run) -> None:
+def check_gpus(run: LocalRun) -> None:
     """Check that every node of the trainer has GPUs of its own, because NCCL joins no two ranks on one GPU.
 
     Raises:
@@ -252,7 +252,7 @@ def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], 
     return result
 
 
-def gpus_of(run: Run, task: TaskSpec, rank: int) -> list[str]:
+def gpus_of(run: LocalRun, task: TaskSpec, rank: int) -> list[str]:
     """Return the GPUs of a node: those that its task's variables name, else the next ones in the order of the file.
 
     Nodes share GPUs in turn when the machine has too few.

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from local_runner.checks import Loaded, ask, by_class
 from local_runner.launch import shown_path
-from local_runner.nodes import Run, gpus_of
+from local_runner.nodes import LocalRun, gpus_of
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
@@ -33,7 +33,7 @@ _SHOWN_ELSEWHERE = {*Settings.model_fields, "model_name", "dataset", "reward_fn"
 class Plan:
     """The settings of a run's tasks, with the numbers of its rows and the estimates of memory and disk."""
 
-    def __init__(self, run: Run, loaded: Sequence[Loaded], *, is_dry_run: bool, right: str | None = None) -> None:
+    def __init__(self, run: LocalRun, loaded: Sequence[Loaded], *, is_dry_run: bool, right: str | None = None) -> None:
         """Read the rows of files; in a dry run read any rows, render the prompts, try rewards, and estimate memory.
 
         Args:
@@ -238,4 +238,4 @@ def _found(rows: Mapping[str, Any]) -> str:
 
 
 def _answers(trainer: Any) -> str:
-    return f"{trainer.group_size} answers of at most {trainer.way.longest_answer} tokens"
+    return f"{trainer.group_size} answers of at most {trainer.answer_tokens} tokens"

@@ -18,11 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import psutil
 
-from services.core.processes import signal_group, stop_signals
+from services.core.processes import signal_group
 
 MARK = "LOCAL_RUN_MARK"
 """The environment variable whose value is ``<run mark>/<task>-<rank>``."""
@@ -30,8 +29,6 @@ MARK = "LOCAL_RUN_MARK"
 POLL_SECONDS = 0.05
 EXEC_SECONDS = 0.02
 KILL_SECONDS = 10.0
-STOP_SECONDS = 120.0
-"""Longest wait for a run that was asked to stop; then it is asked a second time, upon which it ends at once."""
 GRACE_SECONDS = 5.0
 """The time that the processes of a killed runner have to end after SIGTERM."""
 
@@ -127,41 +124,6 @@ def guard(mark: str) -> Iterator[None]:
         start_new_session=True,
     ):
         yield
-
-
-def exit_on_signals() -> None:
-    """Exit on SIGTERM and on a hang-up as on Ctrl-C, so that what is open is closed."""
-    for number in stop_signals() - {signal.SIGINT}:
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
-
-
-def in_this_python(command: list[str]) -> list[str]:
-    """Return a command line of this project as one of this interpreter, whatever PATH has."""
-    return [sys.executable, "-m", "scripts.grpo", *command[1:]]
-
-
-@contextlib.contextmanager
-def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a runner in a session of its own, and stop its run if the context ends first.
-
-    SIGTERM and a hang-up end the context, as Ctrl-C does. A second one ends the run at once.
-
-    Args:
-        command: the runner's command line.
-        options: further arguments of Popen.
-    """
-    exit_on_signals()
-    with subprocess.Popen(command, start_new_session=True, **options) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(STOP_SECONDS)
-                except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
-                    process.send_signal(signal.SIGINT)
-                    process.wait()
 
 
 def main() -> None:

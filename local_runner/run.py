@@ -34,7 +34,7 @@ from typer.core import TyperCommand
 
 from local_runner import checks, nodes, processes, spec
 from local_runner.launch import Launch, next_commands, shown_path, trainer_settings
-from local_runner.nodes import Run as LocalRun
+from local_runner.nodes import LocalRun
 from local_runner.plan import Plan
 from local_runner.supervisor import Outcome, Supervisor
 from local_runner.view import View, present

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from local_runner import processes
-from local_runner.nodes import Run, node_environment
+from local_runner.nodes import LocalRun, node_environment
 from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
 from services.core.processes import shell_code
@@ -95,7 +95,7 @@ class Supervisor:
     """The processes of one run, which it starts, restarts and ends."""
 
     def __init__(
-        self, run: Run, report: Report, start_node: StartNode | None = None, end_nodes: EndNodes | None = None
+        self, run: LocalRun, report: Report, start_node: StartNode | None = None, end_nodes: EndNodes | None = None
     ) -> None:
         """Make a supervisor that has not started anything.
 

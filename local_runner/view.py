@@ -145,7 +145,7 @@ def _accuracy(summary: Mapping[str, Any], when: str) -> tuple[str, str]:
 class View:
     """The events of a run, printed as they happen. A context manager, which keeps a live view on a terminal."""
 
-    def __init__(self, run: nodes.Run, console: Console, *, live: bool) -> None:
+    def __init__(self, run: nodes.LocalRun, console: Console, *, live: bool) -> None:
         self._run, self._files = run, Run(run.run_dir)
         self._console = console
         ranks = [(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)]

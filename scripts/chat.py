@@ -103,8 +103,8 @@ class ChatModel:
             ConfigurationError: the model cannot be loaded.
         """
         # Not at the top, since torch takes seconds to import and a run may be named wrongly.
-        from services.embedded_engine.compute.engine import Engine
-        from services.embedded_engine.compute.loading import load
+        from services.embedded_engine.engine import Engine
+        from services.embedded_engine.loading import load
         from services.engines.settings import EngineSettings
 
         self._loaded = load(
@@ -120,22 +120,18 @@ class ChatModel:
 
     def answer(self, line: str, max_new_tokens: int, temperature: float) -> str:
         """Return the answer to a line, or the engine's refusal, such as of a conversation that is too long."""
-        from services.embedded_engine.http.requests import ChatRequest, CompletionRequest, OpenAIRequest, make_request
-        from services.embedded_engine.http.sglang_routes import completion_text
+        from services.embedded_engine.requests import SamplingParams, completion_text, make_request
         from services.http.problems import ProblemError
 
-        options = {"max_tokens": max_new_tokens, "temperature": temperature}
         turn = {"role": "user", "content": line}
-        body: OpenAIRequest
         try:
             if self._is_chat:
-                chat = {"messages": [*self.messages, turn], "chat_template_kwargs": self._template_args}
-                body = conversation = ChatRequest.model_validate(options | chat)
-                ids = conversation.prompt_ids(self._loaded.tokenizer)
+                prompts = self._loaded.prompts
+                ids = prompts.encode(prompts.render([*self.messages, turn], None, self._template_args))
             else:
-                body = CompletionRequest.model_validate(options | {"prompt": line})
                 ids = self._loaded.encode(line)
-            request = make_request(ids, body, self._loaded)
+            params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+            request = make_request(ids, params, self._loaded)
         except ProblemError as error:
             return f"error: {error.detail}"
         self._engine.submit(request)

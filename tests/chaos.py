@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     command += ["--shared-dir", str(given.shared_dir), "--run-id"]
     subprocess.run([*command, quiet.name], check=True)
     draw = functools.partial(plan, given.seed, given.every, given.length, given.fault or (KILL, STOP))
-    with processes.running([*command, run_dir.name]) as process:
+    with subprocess.Popen([*command, run_dir.name]) as process:
         strikes = inject(run_dir, spec.load(spec.find(given.job_group)), draw, lambda: process.poll() is not None)
         process.wait()
     certificate = certify(run_dir, strikes, quiet)

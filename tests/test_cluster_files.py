@@ -1,6 +1,5 @@
 """The files of docs/cluster say what SkyPilot, Kubernetes and Prometheus accept, and fit the job group."""
 
-import json
 import os
 import re
 import subprocess
@@ -14,44 +13,11 @@ import yaml
 from local_runner.spec import JOB_GROUPS, load
 from services.core import endpoints
 from tests.prometheus_targets import ADDRESS, labels, targets
-from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
+from tests.skypilot_facts import ROOT
 from tests.waiting import LIMIT_SECONDS
 
 FOLDER = ROOT / "docs/cluster"
-SETTINGS = ["one-machine.yaml", "team.yaml"]
-KUBERNETES = {"Namespace": "V1Namespace", "NetworkPolicy": "V1NetworkPolicy", "DaemonSet": "V1DaemonSet"}
 JOB, USER = "17", "fcd1e5cf"
-ASK = """
-import json, os, re, sys, yaml
-import sky
-from kubernetes import client
-from sky import skypilot_config
-from sky.volumes.volume import Volume
-
-def unknown(given, kind):
-    if given is None:
-        return [kind]
-    if inner := re.fullmatch(r"list\\[(.*)\\]", kind):
-        return [key for one in given for key in unknown(one, inner[1])]
-    model = getattr(client, kind, None)
-    if model is None:
-        return []
-    kinds = {key: model.openapi_types[name] for name, key in model.attribute_map.items()}
-    return [key for key in given if key not in kinds] + [
-        found for key, value in given.items() if key in kinds for found in unknown(value, kinds[key])
-    ]
-
-files = json.loads(sys.argv[1])
-task = sky.Task.from_yaml(files["task"])
-task.validate()
-volume = Volume.from_yaml_config(yaml.safe_load(open(files["volume"])))
-print(json.dumps({
-    "settings": [dict(skypilot_config.parse_and_validate_config_file(file)) for file in files["settings"]],
-    "volume": [volume.name, volume.type, volume.config],
-    "task": [task.name, task.volumes, [str(one.cpus) for one in task.resources]],
-    "unknown": [found for kind, given in files["objects"] for found in unknown(given, kind)],
-}, default=str))
-"""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -61,60 +27,6 @@ def documents(name: str) -> list[dict[str, Any]]:
 def kinds(name: str) -> dict[str, dict[str, Any]]:
     """The objects of a file by their kind."""
     return {document["kind"]: document for document in documents(name)}
-
-
-def uncommented(name: str) -> dict[str, Any]:
-    """The settings of a file with those that its comments offer."""
-    return yaml.safe_load(re.sub(r"^( *)# (\w+: \{.*\})$", r"\1\2", (FOLDER / name).read_text(), flags=re.MULTILINE))
-
-
-@pytest.fixture(scope="module")
-def answer(tmp_path_factory):
-    """SkyPilot's and the Kubernetes client's reading of the files."""
-    if not SKYPILOT.exists():
-        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
-    home = tmp_path_factory.mktemp("home")
-    commented, settings = home / "uncommented.yaml", uncommented("team.yaml")
-    commented.write_text(yaml.safe_dump(settings))
-    files = {
-        "settings": [*(str(FOLDER / name) for name in SETTINGS), str(commented)],
-        "volume": str(FOLDER / "one-machine-volume.yaml"),
-        "task": str(FOLDER / "clean.yaml"),
-        "objects": [("V1Pod", settings["kubernetes"]["pod_config"])]
-        + [(KUBERNETES[one["kind"]], one) for name in ("namespace.yaml", "prepull.yaml") for one in documents(name)],
-    }
-    done = subprocess.run(
-        [SKYPILOT, "-c", ASK, json.dumps(files)],
-        cwd=ROOT,
-        env=os.environ | {"HOME": str(home)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_skypilot_accepts_the_settings(answer):
-    assert answer["settings"][:-1] == [documents(name)[0] for name in SETTINGS]
-
-
-@pytest.mark.slow
-def test_skypilot_accepts_the_settings_that_are_comments(answer):
-    assert answer["settings"][-1] == uncommented("team.yaml")
-    assert answer["settings"][-1]["jobs"]["controller"]["resources"].keys() == {"image_id"}
-
-
-@pytest.mark.slow
-def test_the_machines_directory_takes_the_place_of_the_volume(answer):
-    [written] = documents("one-machine-volume.yaml")
-    assert answer["volume"] == [skypilot_facts()["volume"]["name"], "k8s-hostpath", written["config"]]
-
-
-@pytest.mark.slow
-def test_skypilot_accepts_the_removal_of_old_runs(answer):
-    assert answer["task"] == ["clean", {"/shared": "grpo-shared"}, ["1+"]]
 
 
 @pytest.mark.slow
@@ -130,11 +42,6 @@ def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     assert [run.name for run in (tmp_path / "runs").iterdir()] == ["new"]
-
-
-@pytest.mark.slow
-def test_kubernetes_knows_every_field_of_its_objects(answer):
-    assert answer["unknown"] == []
 
 
 def test_the_queue_the_namespace_and_skypilots_settings_name_each_other():
@@ -181,16 +88,6 @@ def test_prometheus_scrapes_each_component_once_at_its_port():
         "evaluation-head": {("evaluation-head", endpoints.EVALUATION_HEAD_PORT)},
         "environment-server": {(name, endpoints.ENVIRONMENT_PORT) for name in ("environment-server", "game-server-1")},
     }
-
-
-def test_prometheus_scrapes_the_first_node_of_a_task_alone_but_every_gateway():
-    scraped = [name for job in ("grpo", "grpo-engines") for name, _ in targets(pods())[job]]
-    assert sorted(name for name in scraped if name.startswith(("rollout-server", "ppo-trainer", "gateway"))) == [
-        f"gateway-{JOB}-{USER}-head",
-        f"gateway-{JOB}-{USER}-worker1",
-        f"ppo-trainer-{JOB}-{USER}-head",
-        f"rollout-server-{JOB}-{USER}-head",
-    ]
 
 
 def test_every_target_of_a_job_has_its_run_and_namespace():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 
 from local_runner.spec import JOB_GROUPS, load
@@ -71,54 +67,12 @@ def test_the_last_step_of_each_image_installs_a_checkout_without_an_index() -> N
         assert requirements(there)[0] <= extras.keys()
 
 
-@pytest.mark.slow
-def test_pip_takes_the_variable_for_a_build_without_a_network(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n'
-        '[project]\nname = "small"\nversion = "1"\n'
-    )
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "made"), str(tmp_path)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "made").iterdir()] == ["small-1-py3-none-any.whl"]
-
-
 def test_images_leave_out_what_is_not_uploaded() -> None:
     def names(file: str) -> set[str]:
         lines = (ROOT / file).read_text().splitlines()
         return {line.removeprefix("**/").removeprefix("/") for line in lines if line and not line.startswith("#")}
 
     assert names(".dockerignore") == names(".skyignore")
-
-
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run make as from a shell: below another make, it would print its directory and wait for that one's jobs."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
-
-
-def test_make_builds_all_images() -> None:
-    done = make("--dry-run", "image", "IMAGE=r/grpo:1")
-    assert done.returncode == 0, done.stderr
-    for name in PARTS:
-        assert f"docker build --target {name} --tag r/grpo:1-{name} ." in done.stdout
-
-
-def test_make_refuses_images_without_a_tag() -> None:
-    done = make("image", "IMAGE=r:5000/grpo", "DOCKER=false")
-    assert done.returncode == 2
-    assert "IMAGE=r:5000/grpo:v1" in done.stdout
-
-
-def test_make_says_which_python_is_not_there(tmp_path: Path) -> None:
-    done = make("python-version", "PYTHON=python3.99", f"VENV={tmp_path}/venv")
-    assert done.returncode == 2
-    assert "python3.99" in done.stdout
 
 
 LIBRARIES = {"libibverbs1", "ibverbs-providers", "librdmacm1"}
@@ -131,14 +85,3 @@ def test_the_trainer_has_the_libraries_without_which_nccl_uses_tcp() -> None:
         assert set(install.split()) >= LIBRARIES
     _, its = stages()["trainer"]
     assert any(set(rest.split()) >= LIBRARIES for instruction, rest in its if instruction == "RUN")
-
-
-def test_both_tasks_with_gpus_are_on_the_same_network() -> None:
-    assert (ROOT / "jobgroup.yaml").read_text().count("network_tier: best") == 2
-    for name in JOB_GROUPS:
-        tiers = {
-            task["resources"].get("network_tier")
-            for task in list(yaml.safe_load_all((ROOT / name).read_text()))[1:]
-            if "accelerators" in task["resources"]
-        }
-        assert len(tiers) == 1

@@ -100,28 +100,11 @@ def test_nothing_of_a_users_own_in_the_root_is_packed(distributions, wheel):
         assert {"demo.env", "jobgroup.yaml", "setup.py"} <= packed
 
 
-def test_a_users_own_packages_stay_theirs(environment, tmp_path):
-    # Folders without __init__.py lose against any package of the same name on the path.
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "mine.py").write_text("print('mine')")
-    done = run(environment / "bin/python", "-m", "scripts.mine", cwd=tmp_path)
-    assert done.stdout == "mine\n", done.stderr
-    for name in set(OUR_NAMES) - {"scripts"}:
-        assert (
-            f"No module named '{name}'" in run(environment / "bin/python", "-c", f"import {name}", cwd=tmp_path).stderr
-        )
-
-
 def test_commands_start_beside_packages_of_the_same_names(environment, home):
     for command in COMMANDS:
         done = run(environment / "bin/grpo", command, "--help", cwd=home, TERM="dumb")
         assert done.returncode == 0, done.stderr
         assert f"Usage: grpo {command} " in done.stdout
-
-
-def test_the_shell_completes_commands(environment, home):
-    words = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo eva", "COMP_CWORD": "1"}
-    assert run(environment / "bin/grpo", cwd=home, **words).stdout.split() == ["evaluate", "evaluate-policy"]
 
 
 def test_a_run_is_planned_with_the_projects_job_group_one_node_each(environment, home):
@@ -134,33 +117,6 @@ def test_a_run_is_planned_with_the_projects_job_group_one_node_each(environment,
     assert all(node.endswith("-0") for node in nodes)
 
 
-def test_a_launch_is_from_the_installed_directory_which_sky_pilot_uploads(environment, home, tiny_model):
-    options = ("--model", tiny_model, "--dry-run", "--output", "made")
-    done = run(environment / "bin/grpo", "launch", *options, cwd=home, PATH="/usr/bin:/bin")
-    assert done.returncode == 0, done.stderr
-    [packages] = environment.glob("lib/python*/site-packages")
-    assert f"to launch it, first: cd {packages / 'skypilot_grpo'}\n" in done.stdout
-    assert f"sky jobs launch {home / 'made/jobgroup.yaml'}" in done.stdout
-
-
-def test_what_is_missing_is_said_in_one_line(environment, home):
-    for command, named in [(["status"], "runs/"), (["chat", "mine"], "mine"), (["run", "mine.yaml"], "mine.yaml")]:
-        done = run(environment / "bin/grpo", *command, cwd=home)
-        assert done.returncode == EXIT_CONFIGURATION
-        [line] = done.stderr.splitlines()
-        assert line.startswith("error: ")
-        assert named in line
-
-
-def test_a_service_that_a_command_starts_is_the_projects(environment, home):
-    """As the nodes of `grpo run` are started, in a directory whose packages have the same names."""
-    start = "import sys; sys.argv = ['grpo']; from skypilot_grpo.scripts.grpo import main\ntry: main()\n"
-    start += "except SystemExit: import subprocess; "
-    start += "subprocess.run([sys.executable, '-m', 'services.core.extras'], check=True)"
-    done = run(environment / "bin/python", "-c", start, cwd=home)
-    assert done.returncode == 0, done.stderr
-
-
 def test_python_imports_nothing_but_the_standard_library_and_refuses_a_wrong_setting(environment, home):
     (home / "program.py").write_text(
         "import sys\nfrom skypilot_grpo import train\n"
@@ -170,18 +126,6 @@ def test_python_imports_nothing_but_the_standard_library_and_refuses_a_wrong_set
     done = run(environment / "bin/python", "program.py", cwd=home)
     refusal = "ValueError: learning_rat is read by no component; the nearest setting is learning_rate"
     assert refusal in done.stderr.splitlines()[-1], done.stderr
-
-
-def test_the_readmes_python_trains_beside_packages_of_the_same_names(environment, home, tiny_model):
-    [program] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    (home / "program.py").write_text(program)
-    (home / ".cache/models").mkdir(parents=True)
-    (home / ".cache/models/smollm2-135m").symlink_to(tiny_model)
-    done = run(environment / "bin/python", "program.py", cwd=home)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 10/10  reward " in done.stdout
-    [model] = home.glob("runs/*/model")
-    assert done.stdout.splitlines()[-1].endswith(f" {model.relative_to(home)}")
 
 
 def test_an_installed_program_says_which_extra_to_install(environment, home, wheel):

@@ -39,14 +39,3 @@ def test_the_notebook_runs_from_its_directory(
     assert images(notebook)
     [run] = checkout.glob("runs/*")
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
-
-
-@pytest.mark.slow
-def test_the_committed_notebook_has_the_outputs_of_a_whole_run() -> None:
-    notebook = nbformat.read(PATH, as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert images(notebook)
-    text = PATH.read_text()
-    assert "step 6/6  reward" in text
-    assert str(ROOT) not in text

@@ -2,9 +2,7 @@
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -15,9 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from services.core.errors import EXIT_CONFIGURATION
-from services.core.extras import EXTRAS, extras_of
-from tests.waiting import LIMIT_SECONDS
+from services.core.extras import extras_of
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts", "toys")
@@ -138,42 +134,6 @@ def test_an_extra_brings_what_its_role_imports():
         assert set(extras_of(start.removesuffix(".__main__"))) == extras, "a program asks for the extras of its role"
 
 
-@pytest.mark.slow
-def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path):
-    for program, package, extras in [
-        ("services.environment_server", "gymnasium", "environment"),
-        ("scripts.grpo evaluate", "typer", "data,evaluation,local"),
-    ]:
-        missing = f"raise ModuleNotFoundError('No module named {package}', name={package!r})"
-        (tmp_path / f"{package}.py").write_text(missing)
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        command = [sys.executable, "-m", *program.split()]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        assert done.returncode == EXIT_CONFIGURATION
-        [line] = done.stderr.splitlines()
-        assert line.startswith(f"error: {program.removeprefix('scripts.')} needs {package}")
-        assert line.endswith(f" --editable '.[{extras}]'")
-
-
-def test_the_documents_and_programs_name_extras_that_exist():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    named = {extra for page in pages for extra in re.findall(r"pip install .*'\.\[(.*?)\]'", page.read_text())}
-    assert len(named) > 3
-    named |= {",".join(extras) for extras in EXTRAS.values()}
-    assert {extra for text in named for extra in text.split(",")} <= set(project["optional-dependencies"])
-
-
-@pytest.mark.slow
-def test_tests_run_in_a_checkout_of_any_name(tmp_path):
-    checkout = tmp_path / "skypilot-grpo"
-    (checkout / "tests").mkdir(parents=True)
-    for name in ("pyproject.toml", "__init__.py"):
-        (checkout / name).write_bytes((ROOT / name).read_bytes())
-    (checkout / "tests/test_one.py").write_text("def test_one(): ...\n")
-    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=checkout, check=True, timeout=300)
-
-
 def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
     for path in (ROOT / "services").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -184,12 +144,6 @@ def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         reaching = {name for name in imports(module) if name.startswith("services.") and name.split(".")[1] in packages}
         assert not reaching, f"{module} imports {reaching}"
-
-
-def test_make_clean_removes_every_environment_that_make_makes():
-    makefile = (ROOT / "Makefile").read_text()
-    [removed] = re.findall(r"^clean:.*\n\trm -rf (.*)$", makefile, re.MULTILINE)
-    assert set(re.findall(r"\$\(VENV\)-\w+", makefile)) <= set(removed.split())
 
 
 def test_no_pattern_has_a_possessive_group() -> None:

@@ -17,7 +17,7 @@ from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings
-from services.embedded_engine.compute.loading import load
+from services.embedded_engine.loading import load
 from services.engines.settings import RolloutSettings
 from services.reward_server.reward_model import RewardModel
 from trainer.config import TrainerSettings
@@ -34,7 +34,7 @@ def load_in_trainer(directory: str, *, trust: bool = False) -> None:
 LOADERS: dict[str, Callable[[str], object]] = {
     "data-server": load_tokenizer,
     "embedded engine": lambda directory: load(RolloutSettings(model_name=directory)),
-    "reward model": lambda directory: RewardModel(directory, max_tokens=16),
+    "reward model": lambda directory: RewardModel(directory),
     "trainer": load_in_trainer,
 }
 

@@ -28,11 +28,10 @@ from services.core.processes import kill_stale_processes
 from services.http import provenance
 from services.protocol.prompts import COLLECTOR_PREFIX, COLLECTORS, Cursor, Prompt
 from services.protocol.replay import AdmissionRequest
-from trainer.checkpoints.admission import check_data, has_succeeded
+from trainer.checkpoints.state import check_data, has_succeeded
 from trainer.config import TrainerSettings
-from trainer.rollouts.clients import Clients
+from trainer.rollouts.clients import Clients, SuccessRates
 from trainer.rollouts.groups import GroupMaker, Makers, makers_of
-from trainer.rollouts.success_rates import SuccessRates
 
 log = get_logger(__name__)
 

@@ -25,23 +25,21 @@ from services.reward_columns import check_columns
 from services.run_page.progress import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
 from trainer.capacity.check import preflight
-from trainer.capacity.limits import VolumeRoom
-from trainer.checkpoints.admission import has_succeeded
+from trainer.capacity.work import VolumeRoom
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.run_checkpoints import count_parameters, resume
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import RunState, has_succeeded
 from trainer.collector import collect_sources
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
-from trainer.model.kernels import KeptKernels
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
 from trainer.publishing.writer import VersionWriter
-from trainer.rank_calls import ENDINGS, RankCalls
+from trainer.rank_calls import ENDINGS, KeptKernels, RankCalls
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.reporting.trackers import tracker_of

@@ -99,7 +99,7 @@ def at(rate: str, task: Settings = TINY) -> Settings:
 
 def asynchronous(staleness: int, settings: Settings | None = None) -> Way:
     """Return an asynchronous run whose groups are at most ``staleness`` policy versions old."""
-    return Way({"MAX_STALENESS": str(staleness), **(settings or {})}, "jobgroups/async.yaml")
+    return Way({"MODE": "async", "MAX_STALENESS": str(staleness), **(settings or {})}, "jobgroups/async.yaml")
 
 
 def ways(checkpoint_every: int, killed_after: int) -> dict[str, Way]:

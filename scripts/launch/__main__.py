@@ -16,45 +16,37 @@ from typer import Option
 
 from local_runner import spec
 from services.core import logs
+from services.core.endpoints import Task
 
-Count = Annotated[
-    int | None, Option(min=1, help="Nodes; default: chosen by the model and its GPUs; with --stock, the file's.")
-]
+Text = str | None
+Texts = list[str] | None
+COUNT = "Nodes; default: chosen by the model and its GPUs; with --stock, the file's."
+Count = Annotated[int | None, Option(min=1, help=COUNT)]
+MODEL = "A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else the file's."
+GPUS = "GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try."
+OUTPUT = "Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes."
+STOCK = "Leave out examples/gpu.env and its numbers of nodes: start from the file alone."
+CHECK = "Launch two small pods that try driver, images, hub, volume and network instead."
 
 
 def main(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        Option(
-            help="A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else "
-            "that of the job group's file."
-        ),
-    ] = None,
+    model: Annotated[Text, Option(help=MODEL)] = None,
     rollout_nodes: Count = None,
     trainer_nodes: Count = None,
-    gpus: Annotated[
-        str | None, Option(help="GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try.")
-    ] = None,
-    rollout_gpus: Annotated[str | None, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
+    gpus: Annotated[Text, Option(help=GPUS)] = None,
+    rollout_gpus: Annotated[Text, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
     asynchronous: Annotated[bool, Option("--async", help="Generate while the step trains.")] = False,
     colocate: Annotated[bool, Option("--colocate", help="Engines on the trainer's GPUs, which take turns.")] = False,
-    agent: Annotated[str | None, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
-    environment: Annotated[str | None, Option(help="The environment whose episodes the model plays.")] = None,
-    env: Annotated[list[str] | None, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
+    agent: Annotated[Text, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
+    environment: Annotated[Text, Option(help="The environment whose episodes the model plays.")] = None,
+    env: Annotated[Texts, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
     env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines; --env wins. Repeatable.")] = None,
-    secret: Annotated[list[str] | None, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
-    image: Annotated[str | None, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
-    output: Annotated[
-        Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes.")
-    ] = None,
-    stock: Annotated[
-        bool, Option("--stock", help="Leave out examples/gpu.env and its numbers of nodes: start from the file alone.")
-    ] = False,
-    check: Annotated[
-        bool,
-        Option("--check", help="Launch two small pods that try driver, images, hub, volume and network instead."),
-    ] = False,
+    secret: Annotated[Texts, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
+    image: Annotated[Text, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
+    output: Annotated[Path | None, Option(help=OUTPUT)] = None,
+    stock: Annotated[bool, Option("--stock", help=STOCK)] = False,
+    check: Annotated[bool, Option("--check", help=CHECK)] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int | None:
@@ -71,10 +63,12 @@ def main(
     )
     preset = None if stock else plan.preset_of(options, file)
     planned = plan.plan_of(file, size, options, chosen, secrets, image, preset)
+    text = launching.check_group(planned, options) if check else planned.text
+    directory = output or launching.directory_of(planned.model, size, file)
+    files = launching.write(planned, text, launching.CHECK if check else file, directory)
+    tasks = tuple(launching.CHECKS) if check else (Task.TRAINER,)
     # A program gets the job's number.
-    return launching.launch(
-        planned, size, file, options, secrets, output, checks_cluster=check, dry_run=dry_run, yes=yes
-    )
+    return launching.start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
 
 
 def _require_options(context: typer.Context) -> None:

@@ -29,39 +29,7 @@ WIDTH = 120
 """Columns of the output."""
 
 
-def launch(
-    plan: Plan,
-    size: Size,
-    file: Path,
-    options: Mapping[str, str],
-    secrets: Mapping[str, str],
-    output: Path | None,
-    *,
-    checks_cluster: bool,
-    dry_run: bool,
-    yes: bool,
-) -> int | None:
-    """Write the YAMLs of a plan, show them, and launch them unless it is a dry run; return the job's number.
-
-    Args:
-        plan: the plan.
-        size: the options that it follows.
-        file: the job group's file, which the plan is compared with.
-        options: the settings of the options.
-        secrets: values of the job group's secrets.
-        output: the directory of the YAMLs; None: one by model, job group and size.
-        checks_cluster: launch the pods that try the cluster, in place of the job group.
-        dry_run: launch nothing.
-        yes: do not ask.
-    """
-    text = _check_group(plan, options) if checks_cluster else plan.text
-    directory = output or _directory(plan.model, size, file)
-    files = _write(plan, text, CHECK if checks_cluster else file, directory)
-    tasks = tuple(CHECKS) if checks_cluster else (Task.TRAINER,)
-    return _start(files, text, secrets, dry_run=dry_run, yes=yes, tasks=tasks)
-
-
-def _directory(model: str, size: Size, file: Path) -> Path:
+def directory_of(model: str, size: Size, file: Path) -> Path:
     """Return the directory of a model's YAMLs for a job group and a size, so that those of two sizes stay."""
     named = {
         "": size.gpus,
@@ -74,7 +42,7 @@ def _directory(model: str, size: Size, file: Path) -> Path:
     return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
 
 
-def _write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
+def write(plan: Plan, text: str, file: Path, directory: Path) -> tuple[Path, Path]:
     """Write a job group and its volume, print how the job group differs from its file, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     files = directory / (file.name if file == CHECK else "jobgroup.yaml"), directory / VOLUME.name
@@ -131,7 +99,7 @@ def _footprint(text: str) -> list[list[str]]:
     return [list(map(str, row)) for row in rows]
 
 
-def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
+def check_group(plan: Plan, options: Mapping[str, str]) -> str:
     """Return the job group that tries the cluster for a plan."""
     before, written = CHECK.read_text("utf-8"), job_group_text.values(plan.text)
     images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
@@ -143,7 +111,7 @@ def _check_group(plan: Plan, options: Mapping[str, str]) -> str:
     return job_group_text.edited(before, changes)
 
 
-def _start(
+def start(
     files: tuple[Path, Path], text: str, secrets: Mapping[str, str], *, dry_run: bool, yes: bool, tasks: Sequence[str]
 ) -> int | None:
     """Have SkyPilot check the files, launch them unless it is a dry run, and print the commands that follow.

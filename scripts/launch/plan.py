@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from local_runner import checks, nodes, spec
-from local_runner.nodes import Run
+from local_runner.nodes import LocalRun
 from scripts.launch import job_group_text
 from scripts.launch.sizes import Tier, balanced, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
@@ -19,7 +19,7 @@ from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
-from trainer.capacity.catalogue import find_model
+from trainer.capacity.shape import find_model
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +232,7 @@ def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loade
     """Load the settings of all tasks as the nodes of a cluster will, once each name that is given is known."""
     checks.check_names(group, given, {})
     with nodes.allocate(group) as addresses:
-        run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
+        run = LocalRun(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
         return checks.load_all(run)
 
 

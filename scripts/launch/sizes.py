@@ -14,9 +14,7 @@ from services.engines.engine import choose_engine
 from services.engines.placement import Split
 from services.engines.settings import RolloutSettings
 from services.engines.shape import SizeFacts
-from trainer.capacity.catalogue import CARDS, Card, Model, find_model
 from trainer.capacity.check import Machine, check, engine_tokens
-from trainer.capacity.limits import Limits
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, PROCESS_BYTES, EngineBeside, Work, cached_tokens, needed
 from trainer.capacity.seconds import (
     MEAN_PROMPT_TOKENS,
@@ -26,8 +24,8 @@ from trainer.capacity.seconds import (
     publish_seconds,
     train_seconds,
 )
-from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import PROMPT_TOKENS
+from trainer.capacity.shape import CARDS, Card, Model, ModelShape, find_model
+from trainer.capacity.work import PROMPT_TOKENS, Limits
 from trainer.config import Rollout, TrainerSettings, Transport
 
 LEAST_SEQUENCES = 16

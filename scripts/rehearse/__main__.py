@@ -15,7 +15,6 @@ import typer
 from typer import Option
 
 from local_runner import spec
-from local_runner.processes import exit_on_signals
 from local_runner.run import Env, EnvFiles, Secrets
 from services.core import logs
 
@@ -39,7 +38,6 @@ def main(
     from trainer.config import TrainerSettings
 
     logs.configure("rehearse", "error")
-    exit_on_signals()  # leaves no directory and no run
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
     target = model or options.get("MODEL_NAME") or str(TrainerSettings.model_fields["model_name"].default)

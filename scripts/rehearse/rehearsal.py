@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import uuid
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import typer
+from rich.console import Console
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from local_runner import checks, nodes, processes, spec
+from local_runner import checks, run, spec
 from local_runner.launch import Launch
 from local_runner.plan import Plan
-from local_runner.processes import in_this_python
 from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import read_records, remove_directory
 from services.core.models import small_files
 from services.data_server.settings import PromptStyle
-from services.embedded_engine.compute.loading import end_token_ids
-from services.embedded_engine.compute.weights import Architecture, WeightsError
+from services.embedded_engine.loading import end_token_ids
+from services.embedded_engine.weights import Architecture, WeightsError
 from services.http.problems import ProblemError
 from services.run_page.directory import Run
 from toys.models import random_model
@@ -126,53 +126,59 @@ class Rehearsal:
         except ConfigurationError as error:
             self.change(str(error))
 
-    def settings(self, changes: Mapping[str, str]) -> list[str]:
-        """Return NAME=VALUE of all settings, with ON_PROCESSORS, the stand-in, and ``changes`` that a task reads."""
+    def launch(self, changes: Mapping[str, str]) -> Launch:
+        """Return the command line with all settings, ON_PROCESSORS, the stand-in, and ``changes`` that a task reads."""
         readers, tasks = checks.tasks_by_variable(), {str(one["name"]) for one in spec.documents(self.file)[1:]}
         own = {**ON_PROCESSORS, **changes, "MODEL_NAME": str(self.small)}
         own |= {"TEACHER_MODEL": str(self.small)} if self.variables.get("TEACHER_MODEL") else {}
         read = {name: value for name, value in own.items() if tasks & set(readers.get(name, tasks))}
-        return [f"{name}={value}" for name, value in (self.variables | read).items()]
+        env = [f"{name}={value}" for name, value in (self.variables | read).items()]
+        return Launch(self.file, env, secrets=self.secrets, small=True, shared_dir=self.folder)
 
     def check(self, right: str) -> None:
         """Check what a dry run checks, with answers in the form ``right`` for the rewards, and the chat template."""
-        with self.refusals():
-            group, _ = Launch(self.file, self.settings({}), secrets=self.secrets, small=True).group()
-            with nodes.allocate(group) as addresses:
-                run = nodes.Run(group, RUN_ID, self.folder, addresses, mark=f"rehearsal-{uuid.uuid4().hex}")
-                loaded = checks.load_all(run)
-                for part in checks.before_rows(run, loaded).values():
-                    with self.refusals():
-                        part()
-                settings: dict[str, Any] = {name: one.settings for name, one in checks.by_class(loaded).items()}
-                self.sources = len(settings["TrainerSettings"].by_source())
-                for problem in _template_problems(self.small, settings):
-                    self.change(problem)
-                plan = Plan(run, loaded, is_dry_run=True, right=right)
-                for problem in plan.reward_problems():
-                    self.change(problem)
-                for caution in plan.cautions():
-                    self.line("note", caution)
-                plan.check()
+        with self.refusals(), run.planned(self.launch({}), RUN_ID) as planned:
+            loaded = checks.load_all(planned)
+            for part in checks.before_rows(planned, loaded).values():
+                with self.refusals():
+                    part()
+            settings: dict[str, Any] = {name: one.settings for name, one in checks.by_class(loaded).items()}
+            self.sources = len(settings["TrainerSettings"].by_source())
+            for problem in _template_problems(self.small, settings):
+                self.change(problem)
+            plan = Plan(planned, loaded, is_dry_run=True, right=right)
+            for problem in plan.reward_problems():
+                self.change(problem)
+            for caution in plan.cautions():
+                self.line("note", caution)
+            plan.check()
 
     def run(self, steps: int, minutes: float) -> None:
-        """Run some steps of the job group on this machine, and add what failed to the changes."""
-        run_dir, output = self.folder / "runs" / RUN_ID, self.folder / "output.txt"
+        """Run some steps of the job group on this machine, and add what failed to the changes.
+
+        Raises:
+            typer.Exit: a signal stopped the run.
+        """
+        run_dir, launch = self.folder / "runs" / RUN_ID, self.launch(self._sizes(steps))
         remove_directory(run_dir)
-        launch = Launch(self.file, self.settings(self._sizes(steps)), (), self.secrets, (), True, self.folder)
-        command = in_this_python([*launch.again(RUN_ID), "--plain"])
+        deadline = time.monotonic() + 60 * minutes
+
+        def is_late() -> bool:
+            return time.monotonic() > deadline
+
         with (
-            output.open("w") as stream,
-            processes.running(command, stdout=stream, stderr=subprocess.STDOUT) as process,
-            suppress(subprocess.TimeoutExpired),
+            (self.folder / "output.txt").open("w") as stream,
+            self.refusals(),
+            run.planned(launch, RUN_ID) as planned,
         ):
-            process.wait(60 * minutes)
-        self._read(run_dir)
-        if error := Run(run_dir).error:
-            self.change(f"the run failed: {error}")
-        elif process.returncode and not self.changes:
-            last = (output.read_text("utf-8").splitlines() or ["nothing"])[-1]
-            self.change(f"the run did not succeed within {minutes:g} minutes; it printed last: {last}")
+            outcome = run.start(planned, launch, Console(file=stream), hints=False, until=is_late)
+            if outcome.exit_code and outcome.failed is None and not is_late():
+                raise typer.Exit(outcome.exit_code)
+            self._read(run_dir)
+            if error := Run(run_dir).error:
+                self.change(f"the run failed: {error}")
+            elif outcome.exit_code and not self.changes:
+                self.change(f"the run did not succeed within {minutes:g} minutes: {outcome.reason}")
 
     def _sizes(self, steps: int) -> dict[str, str]:
         """Return the settings of a small run: at least one prompt of each source."""

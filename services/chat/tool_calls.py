@@ -117,22 +117,6 @@ def parse(text: str, *, is_thought: bool = False) -> tuple[str, list[ToolCall], 
     return (rest.strip() if calls else text), calls, unparsed
 
 
-def text_before_calls(text: str) -> str:
-    """Return the beginning of an unfinished text that is certainly not part of a call."""
-    start = text.find(OPENING)
-    if start >= 0:
-        return text[:start]
-    return text[: len(text) - overlap(text, OPENING)]
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest proper prefix of ``marker`` with which ``text`` ends."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
-
-
 def _read(text: str, start: int) -> tuple[ToolCall | None, int]:
     """Return the call behind an opening marker, and the end of its closing one; None if it is not readable."""
     opening = _BEGINNING.match(text, start)

@@ -16,39 +16,27 @@ import os
 import socket
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
-from prometheus_client import Counter
+import prometheus_client
 
 from services.clients.play import Episode
 from services.core.endpoints import Endpoint, Task, endpoint, mapped_addresses
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import ServiceClient
+from services.protocol import evaluation as wire
 from services.protocol.base import ComponentRecord
-from services.protocol.evaluation import (
-    Action,
-    CloseReply,
-    CloseRequest,
-    EnvironmentInfo,
-    EpisodeStart,
-    ResetReply,
-    ResetRequest,
-    StepItem,
-    StepReply,
-    StepRequest,
-    StepResult,
-    StepStatus,
-)
 
 log = get_logger(__name__)
 
-REPLAYED = Counter("client_episodes_replayed", "Episodes whose server was lost and whose actions were taken again.")
+REPLAYED = prometheus_client.Counter(
+    "client_episodes_replayed", "Episodes whose server was lost and whose actions were taken again."
+)
 
 
 CLOSE_SECONDS = 5.0
@@ -72,17 +60,17 @@ class EnvironmentServer(ServiceClient):
 
     task = Task.ENVIRONMENT_SERVER
 
-    async def reset(self, request: ResetRequest, *, deadline: float | None = None) -> ResetReply:
+    async def reset(self, request: wire.ResetRequest, *, deadline: float | None = None) -> wire.ResetReply:
         """Begin episodes; the reply has one for each that was asked for."""
-        reply = await self.call("POST", "/reset", ResetReply, request, deadline=deadline)
+        reply = await self.call("POST", "/reset", wire.ResetReply, request, deadline=deadline)
         if len({start.episode for start in reply.episodes}) != request.episodes:
             raise DependencyLostError(f"{self.url}/reset began other episodes than the {request.episodes} asked for")
         return reply
 
-    async def step(self, items: Sequence[StepItem], *, deadline: float | None = None) -> list[StepResult]:
+    async def step(self, items: Sequence[wire.StepItem], *, deadline: float | None = None) -> list[wire.StepResult]:
         """Take one action in each of some episodes; return one result an item, in order."""
-        request = StepRequest.model_construct(steps=list(items))
-        reply = await self.call("POST", "/step", StepReply, request, deadline=deadline)
+        request = wire.StepRequest.model_construct(steps=list(items))
+        reply = await self.call("POST", "/step", wire.StepReply, request, deadline=deadline)
         if [result.episode for result in reply.results] != [item.episode for item in items]:
             raise DependencyLostError(f"{self.url}/step answered for other episodes than it was asked for")
         for item, result in zip(items, reply.results, strict=True):
@@ -94,10 +82,10 @@ class EnvironmentServer(ServiceClient):
                 )
         return reply.results
 
-    async def end(self, episodes: Sequence[str], *, deadline: float | None = None) -> CloseReply:
+    async def end(self, episodes: Sequence[str], *, deadline: float | None = None) -> wire.CloseReply:
         """End episodes early."""
-        request = CloseRequest(episodes=list(episodes))
-        return await self.call("POST", "/close", CloseReply, request, deadline=deadline)
+        request = wire.CloseRequest(episodes=list(episodes))
+        return await self.call("POST", "/close", wire.CloseReply, request, deadline=deadline)
 
 
 class EpisodeLostError(Exception):
@@ -108,41 +96,36 @@ class EpisodeLostError(Exception):
 class ServedEpisode(Episode):
     """An episode on a server, with what it needs to begin again on another one: actions, and a digest of each state."""
 
-    environment: EnvironmentInfo
+    environment: wire.EnvironmentInfo
     server: EnvironmentServer
     split: str | None
     source: str = ""
-    actions: list[Action] = field(default_factory=list)
+    actions: list[wire.Action] = field(default_factory=list)
     _digests: list[bytes] = field(default_factory=list)
 
     @classmethod
     def begun_at(
-        cls, server: EnvironmentServer, reply: ResetReply, start: EpisodeStart, split: str | None, source: str = ""
+        cls,
+        server: EnvironmentServer,
+        reply: wire.ResetReply,
+        start: wire.EpisodeStart,
+        split: str | None,
+        source: str = "",
     ) -> ServedEpisode:
         """Return one of the episodes that a server has begun."""
         info = reply.environment
-        episode = cls(
-            start.episode,
-            start.seed,
-            start.state,
-            start.seat or 0,
-            returns=[0.0] * info.seats,
-            environment=info,
-            server=server,
-            split=split,
-            source=source,
-        )
+        episode = cls.begun(start, info, environment=info, server=server, split=split, source=source)
         if info.deterministic:
             episode._digests.append(_digest(start))
         return episode
 
-    def remember(self, action: Action, result: StepResult) -> None:
+    def remember(self, action: wire.Action, result: wire.StepResult) -> None:
         """Keep an action and the digest of its result, if the environment could repeat both elsewhere."""
         if self.environment.deterministic:
             self.actions.append(action)
             self._digests.append(_digest(result))
 
-    def compare(self, reached: EpisodeStart | StepResult, actions: int, url: str) -> None:
+    def compare(self, reached: wire.EpisodeStart | wire.StepResult, actions: int, url: str) -> None:
         """Check that the server at ``url`` reached the same state as before after a number of actions.
 
         Raises:
@@ -155,14 +138,14 @@ class ServedEpisode(Episode):
             )
 
 
-def _lost(episode_id: str, why: str) -> StepResult:
-    return StepResult(episode=episode_id, status=StepStatus.LOST, detail=why)
+def _lost(episode_id: str, why: str) -> wire.StepResult:
+    return wire.StepResult(episode=episode_id, status=wire.StepStatus.LOST, detail=why)
 
 
-def _digest(reached: EpisodeStart | StepResult) -> bytes:
+def _digest(reached: wire.EpisodeStart | wire.StepResult) -> bytes:
     """Return a digest of a state with the reward and the status that came with it."""
     content: list[Any] = [reached.state, reached.seat]
-    if isinstance(reached, StepResult):
+    if isinstance(reached, wire.StepResult):
         content += [reached.status, reached.reward, reached.rewards]
     return hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
@@ -190,22 +173,20 @@ class EnvironmentClient:
         self._token = token
         self.deadline = deadline
         self._servers: dict[str, EnvironmentServer] = {}
-        self._active: dict[str, int] = {}
+        self._active: Counter[str] = Counter()
         """Episodes by the server's URL."""
         self._failed: dict[str, float] = {}
         """The time of the last failure by the server's URL, by time.monotonic."""
-        self.environments: dict[str, EnvironmentInfo] = {}
+        self.environments: dict[str, wire.EnvironmentInfo] = {}
         """The environment of the first episode by its source, which all others of the source must have."""
         self._searched = -SEARCH_SECONDS
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for server in self._servers.values():
-            await server.__aexit__(kind, error, trace)
+            await server.__aexit__()
 
     async def servers(self) -> list[EnvironmentServer]:
         """Return the known servers, after a search for new ones if the last search was a while ago."""
@@ -262,23 +243,23 @@ class EnvironmentClient:
         for first, count in consecutive(seeds):
             server, reply = await self._reset(first, split, source, count)
             begun += [ServedEpisode.begun_at(server, reply, start, split, source) for start in reply.episodes]
-            self._count(server, count)
+            self._active[server.url] += count
         return begun
 
-    async def step(self, moves: Sequence[tuple[ServedEpisode, Action]]) -> list[StepResult]:
+    async def step(self, moves: Sequence[tuple[ServedEpisode, wire.Action]]) -> list[wire.StepResult]:
         """Take one action in each of some episodes; those whose server is lost continue on another one.
 
         Raises:
             RequestRefusedError: the environment cannot begin an episode again.
         """
-        by_server: defaultdict[EnvironmentServer, dict[ServedEpisode, StepItem]] = defaultdict(dict)
+        by_server: defaultdict[EnvironmentServer, dict[ServedEpisode, wire.StepItem]] = defaultdict(dict)
         for episode, action in moves:
             by_server[episode.server][episode] = episode.step_with(action)
         answers = await asyncio.gather(*(self._step_on(at, items) for at, items in by_server.items()))
-        results: dict[ServedEpisode, StepResult] = {}
+        results: dict[ServedEpisode, wire.StepResult] = {}
         for items, answer in zip(by_server.values(), answers, strict=True):
             results |= zip(items, answer, strict=True)
-        lost = [(e, action) for e, action in moves if results[e].status is StepStatus.LOST]
+        lost = [(e, action) for e, action in moves if results[e].status is wire.StepStatus.LOST]
         recovered = await asyncio.gather(*(self._recover(e, action, results[e]) for e, action in lost)) if lost else []
         results |= zip([episode for episode, _ in lost], recovered, strict=True)
         for episode, action in moves:
@@ -290,7 +271,7 @@ class EnvironmentClient:
         """End episodes on their servers, if the environment has not ended them."""
         by_server: defaultdict[EnvironmentServer, list[str]] = defaultdict(list)
         for episode in episodes:
-            self._count(episode.server, -1)
+            self._active[episode.server.url] -= 1
             if not episode.has_ended:
                 by_server[episode.server].append(episode.id)
         for server, ids in by_server.items():
@@ -300,7 +281,7 @@ class EnvironmentClient:
 
     async def _reset(
         self, seed: int, split: str | None, source: str, count: int = 1
-    ) -> tuple[EnvironmentServer, ResetReply]:
+    ) -> tuple[EnvironmentServer, wire.ResetReply]:
         """Begin episodes on any server that has the environment of the source's first episode; return both.
 
         Raises:
@@ -308,7 +289,7 @@ class EnvironmentClient:
                 environment that is another one.
             RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
-        request = ResetRequest(episodes=count, seed=seed, split=split, source=source, request_id=uuid.uuid4().hex)
+        request = wire.ResetRequest(episodes=count, seed=seed, split=split, source=source, request_id=uuid.uuid4().hex)
         end = time.monotonic() + self.deadline
         while True:
             servers = sorted(await self.servers(), key=self._preference)
@@ -336,12 +317,11 @@ class EnvironmentClient:
 
     def active_on(self, server: EnvironmentServer) -> int:
         """Return the number of this client's episodes on a server."""
-        return self._active.get(server.url, 0)
+        return self._active[server.url]
 
-    def _count(self, server: EnvironmentServer, change: int) -> None:
-        self._active[server.url] = self.active_on(server) + change
-
-    async def _step_on(self, server: EnvironmentServer, items: Mapping[ServedEpisode, StepItem]) -> list[StepResult]:
+    async def _step_on(
+        self, server: EnvironmentServer, items: Mapping[ServedEpisode, wire.StepItem]
+    ) -> list[wire.StepResult]:
         """Take an action in each of some episodes of one server, with the patience that the module's text describes."""
         began = time.monotonic()
         may_leave = all(episode.environment.deterministic for episode in items)
@@ -360,7 +340,7 @@ class EnvironmentClient:
         """Make a server the last choice for a while."""
         self._failed[server.url] = time.monotonic()
 
-    async def _recover(self, episode: ServedEpisode, action: Action, lost: StepResult) -> StepResult:
+    async def _recover(self, episode: ServedEpisode, action: wire.Action, lost: wire.StepResult) -> wire.StepResult:
         """Return the result of an action at which an episode was lost, after further attempts elsewhere."""
         for _ in range(MOST_LOSSES - 1):
             if lost.environment_failed and not episode.environment.deterministic:
@@ -370,7 +350,7 @@ class EnvironmentClient:
             except EpisodeLostError as error:
                 return _lost(episode.id, str(error))
             [result] = await self._step_on(episode.server, {episode: episode.step_with(action)})
-            if result.status is not StepStatus.LOST:
+            if result.status is not wire.StepStatus.LOST:
                 return result
             lost = result
         detail = f"{lost.detail}; the episode was lost {MOST_LOSSES} times at this action"
@@ -394,8 +374,8 @@ class EnvironmentClient:
             [start] = reply.episodes
             if await self._repeat(episode, server, start):
                 # Only now, so that a cancelled recovery leaves the episode as it was.
-                self._count(episode.server, -1)
-                self._count(server, 1)
+                self._active[episode.server.url] -= 1
+                self._active[server.url] += 1
                 self.moves(episode, server, start.episode)
                 episode.server, episode.id = server, start.episode
                 REPLAYED.inc()
@@ -405,7 +385,7 @@ class EnvironmentClient:
     def moves(self, episode: ServedEpisode, server: EnvironmentServer, new_id: str) -> None:
         """Take note that an episode moves to a server, where it has another id."""
 
-    async def _repeat(self, episode: ServedEpisode, server: EnvironmentServer, start: EpisodeStart) -> bool:
+    async def _repeat(self, episode: ServedEpisode, server: EnvironmentServer, start: wire.EpisodeStart) -> bool:
         """Take all actions again in an episode that has begun; return False if its server is lost meanwhile.
 
         Raises:
@@ -413,9 +393,9 @@ class EnvironmentClient:
         """
         episode.compare(start, 0, server.url)
         for step, action in enumerate(episode.actions):
-            item = StepItem.model_construct(episode=start.episode, step=step, action=action)
+            item = wire.StepItem.model_construct(episode=start.episode, step=step, action=action)
             [result] = await self._step_on(server, {episode: item})
-            if result.status is StepStatus.LOST:
+            if result.status is wire.StepStatus.LOST:
                 return False
             episode.compare(result, step + 1, server.url)
         return True
@@ -432,9 +412,9 @@ def consecutive(seeds: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def differences(actual: EnvironmentInfo, expected: EnvironmentInfo) -> str:
+def differences(actual: wire.EnvironmentInfo, expected: wire.EnvironmentInfo) -> str:
     """Return the fields in which an environment differs from the expected one, with both values."""
-    values = ((name, getattr(actual, name), getattr(expected, name)) for name in EnvironmentInfo.model_fields)
+    values = ((name, getattr(actual, name), getattr(expected, name)) for name in wire.EnvironmentInfo.model_fields)
     return ", ".join(f"its environment has {name} {a!r} instead of {b!r}" for name, a, b in values if a != b)
 
 

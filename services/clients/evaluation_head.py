@@ -1,16 +1,15 @@
-"""The client of the evaluation head, for asynchronous code and, by ``sync``, for scripts."""
+"""The client of the evaluation head."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 from services.clients.play import Decision, Episode
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
-from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State, Usage
+from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State
 
 
 class EvaluationHeadClient(HttpClient):
@@ -46,6 +45,8 @@ class EvaluationHeadClient(HttpClient):
             "instance_key": server and secrets.token_hex(16),
             "environment": environment,
         }
+        self._reports: list[FinishedEpisode] = []
+        """Episodes that have ended since the last request of ``ask``."""
 
     async def act(
         self,
@@ -54,7 +55,6 @@ class EvaluationHeadClient(HttpClient):
         episodes: Sequence[EpisodePosition] | None = None,
         finished: Sequence[FinishedEpisode] = (),
         logprobs: bool = False,
-        usage: Usage | None = None,
     ) -> EvaluateReply:
         """Return one action a state, in order, with the version that chose it; report episodes that have ended.
 
@@ -63,7 +63,6 @@ class EvaluationHeadClient(HttpClient):
             episodes: the episode and step of each state, for the dashboard.
             finished: episodes that have ended since the last request.
             logprobs: ask for the actions' log-probabilities, which the reply then has if the policy gives them.
-            usage: cores and memory of this player, for the dashboard.
 
         Raises:
             RequestRefusedError: 404 no such policy, 409 the name belongs to another player, 422 a state does not fit.
@@ -74,7 +73,6 @@ class EvaluationHeadClient(HttpClient):
             episodes=None if episodes is None else list(episodes),
             finished=list(finished),
             logprobs=logprobs,
-            usage=usage,
             **self._about,
         )
         reply = await self.call("POST", "/evaluate", EvaluateReply, request)
@@ -82,73 +80,20 @@ class EvaluationHeadClient(HttpClient):
             raise DependencyLostError(f"the head gave {len(reply.actions)} actions for {len(states)} states")
         return reply
 
-    def sync(self) -> SyncEvaluationHeadClient:
-        """Return this client for code without an event loop."""
-        return SyncEvaluationHeadClient(self)
-
-
-class HeadActions:
-    """The actions of a head for the episodes of one player, and the player's reports of their ends."""
-
-    def __init__(self, client: EvaluationHeadClient) -> None:
-        self._client = client
-        self._reports: list[FinishedEpisode] = []
-        """Episodes that have ended since the last request to the head."""
-
     def report(self, episode: Episode) -> None:
-        """Report the end of an episode with the next request."""
+        """Report the end of an episode with the next request of ``ask``."""
         self._reports.append(episode.report)
 
-    async def ask(self, episodes: Sequence[Episode], usage: Usage | None = None) -> list[Decision]:
-        """Return a decision for each episode, and send the reports; raises as EvaluationHeadClient.act does."""
+    async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
+        """Return a decision for each episode, and send the reports; raises as ``act`` does."""
         reports, self._reports = self._reports, []
         if not episodes and not reports:
             return []
+        positions = [episode.position for episode in episodes]
         try:
-            positions = [episode.position for episode in episodes]
-            states = [episode.state for episode in episodes]
-            reply = await self._client.act(states, episodes=positions, finished=reports, usage=usage)
+            reply = await self.act([episode.state for episode in episodes], episodes=positions, finished=reports)
         except BaseException:
             # The next request repeats them; the head counts each once.
             self._reports += reports
             raise
-        return decisions_of(reply)
-
-
-def decisions_of(reply: EvaluateReply) -> list[Decision]:
-    """Return a reply's actions with their versions and, where it has them, their log-probabilities."""
-    return list(map(Decision, reply.actions, reply.policy_versions, reply.logprobs or [None] * len(reply.actions)))
-
-
-class SyncEvaluationHeadClient:
-    """An EvaluationHeadClient whose calls block. A context manager, used in one thread."""
-
-    def __init__(self, client: EvaluationHeadClient) -> None:
-        self._client = client
-        self._runner = asyncio.Runner()
-
-    def __enter__(self) -> Self:
-        self._runner.run(self._client.__aenter__())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._runner.run(self._client.__aexit__(*error))
-        finally:
-            self._runner.close()
-
-    def act(
-        self,
-        states: Sequence[State] = (),
-        *,
-        episodes: Sequence[EpisodePosition] | None = None,
-        finished: Sequence[FinishedEpisode] = (),
-        logprobs: bool = False,
-    ) -> EvaluateReply:
-        """See EvaluationHeadClient."""
-        call = self._client.act(states, episodes=episodes, finished=finished, logprobs=logprobs)
-        return self._runner.run(call)
-
-    def wait_healthy(self, deadline_seconds: float) -> None:
-        """See HttpClient."""
-        self._runner.run(self._client.wait_healthy(deadline_seconds))
+        return list(map(Decision, reply.actions, reply.policy_versions))

@@ -10,19 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from services.protocol.evaluation import (
-    Action,
-    EnvironmentInfo,
-    EpisodePosition,
-    EpisodeStart,
-    FinishedEpisode,
-    State,
-    StepItem,
-    StepResult,
-    StepStatus,
-)
+from services.protocol import evaluation as wire
 
 
 @dataclass(eq=False)
@@ -35,24 +25,24 @@ class Episode:
 
     id: str
     seed: int
-    state: State
+    state: wire.State
     seat: int = 0
     """The seat that acts next."""
     steps: int = 0
     returns: list[float] = field(default_factory=lambda: [0.0])
     """The sum of rewards of each seat."""
-    status: StepStatus = StepStatus.RUNNING
+    status: wire.StepStatus = wire.StepStatus.RUNNING
     detail: str | None = None
 
     @classmethod
-    def begun(cls, start: EpisodeStart, info: EnvironmentInfo) -> Episode:
-        """Return the episode that has begun in an environment."""
-        return cls(start.episode, start.seed, start.state, start.seat or 0, returns=[0.0] * info.seats)
+    def begun(cls, start: wire.EpisodeStart, info: wire.EnvironmentInfo, **fields: Any) -> Self:
+        """Return the episode that has begun in an environment; ``fields`` are those of a subclass."""
+        return cls(start.episode, start.seed, start.state, start.seat or 0, returns=[0.0] * info.seats, **fields)
 
     @classmethod
     def not_begun(cls, seed: int, why: str) -> Episode:
         """Return an episode that is lost before its first state."""
-        return cls("", seed, [], status=StepStatus.LOST, detail=why)
+        return cls("", seed, [], status=wire.StepStatus.LOST, detail=why)
 
     @property
     def episode_return(self) -> float:
@@ -62,32 +52,34 @@ class Episode:
     @property
     def has_ended(self) -> bool:
         """True once the environment has ended the episode."""
-        return self.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED)
+        return self.status in (wire.StepStatus.TERMINATED, wire.StepStatus.TRUNCATED)
 
     @property
-    def position(self) -> EpisodePosition:
+    def position(self) -> wire.EpisodePosition:
         """The episode's entry in a request for actions."""
-        return EpisodePosition.model_construct(episode=self.id, step=self.steps, episode_return=self.episode_return)
+        return wire.EpisodePosition.model_construct(
+            episode=self.id, step=self.steps, episode_return=self.episode_return
+        )
 
     @property
-    def report(self) -> FinishedEpisode:
+    def report(self) -> wire.FinishedEpisode:
         """The report of the episode's end."""
-        return FinishedEpisode.model_construct(
+        return wire.FinishedEpisode.model_construct(
             episode=self.id, steps=self.steps, episode_return=self.episode_return, seed=self.seed
         )
 
-    def step_with(self, action: Action) -> StepItem:
+    def step_with(self, action: wire.Action) -> wire.StepItem:
         """Return the next step, with ``action``."""
-        return StepItem(episode=self.id, step=self.steps, action=action)
+        return wire.StepItem(episode=self.id, step=self.steps, action=action)
 
-    def follow(self, result: StepResult) -> None:
+    def follow(self, result: wire.StepResult) -> None:
         """Move on to the state after a step."""
         assert result.state is not None
         self.state, self.steps, self.seat, self.status = result.state, result.steps, result.seat or 0, result.status
         for seat, reward in enumerate(result.rewards or (result.reward,)):
             self.returns[seat] += reward
 
-    def give_up(self, status: StepStatus, why: str | None) -> None:
+    def give_up(self, status: wire.StepStatus, why: str | None) -> None:
         """End the episode without a return."""
         self.status, self.detail = status, why
 
@@ -101,7 +93,7 @@ class Arena(Protocol[PlayedEpisode]):
     async def begin(self, seeds: Sequence[int]) -> list[PlayedEpisode]:
         """Begin an episode for each seed; one that cannot begin has the status LOST."""
 
-    async def step(self, moves: Sequence[tuple[PlayedEpisode, Action]]) -> list[StepResult]:
+    async def step(self, moves: Sequence[tuple[PlayedEpisode, wire.Action]]) -> list[wire.StepResult]:
         """Take one action in each of some episodes and return the results. The caller lets the episodes follow them."""
 
     async def end(self, episodes: Sequence[PlayedEpisode]) -> None:
@@ -114,7 +106,7 @@ class Decision(NamedTuple):
     ``logprob`` is the action's log-probability in nats; None where the policy gives none.
     """
 
-    action: Action
+    action: wire.Action
     version: int | None = None
     logprob: float | None = None
 
@@ -132,7 +124,7 @@ class Step(NamedTuple):
 
     episode: Episode
     decision: Decision
-    result: StepResult
+    result: wire.StepResult
 
 
 Seeds = Callable[[int], Sequence[int]]
@@ -146,19 +138,14 @@ OnEnd = Callable[[PlayedEpisode], Awaitable[None]]
 
 
 async def play_at_once(
-    count: int,
-    is_text: bool,
+    sizes: Sequence[int],
     arena: Arena[PlayedEpisode],
     seeds: Seeds,
     ask: Ask[PlayedEpisode],
     on_end: OnEnd[PlayedEpisode],
     on_steps: OnSteps | None = None,
 ) -> None:
-    """Keep ``count`` episodes under way, until ``seeds`` returns none.
-
-    Conversations (``is_text``) take different times, so each is played alone. States of numbers share one batch.
-    """
-    sizes = [1] * count if is_text else [count]
+    """Play groups of these ``sizes`` at the same time, each at its own pace, until ``seeds`` returns none."""
     try:
         async with asyncio.TaskGroup() as group:
             for size in sizes:
@@ -186,7 +173,7 @@ async def play(
         room = size - len(under_way)
         new = seeds(room) if room > 0 else ()
         for episode in await arena.begin(new) if new else ():
-            if episode.status is StepStatus.RUNNING:
+            if episode.status is wire.StepStatus.RUNNING:
                 under_way.append(episode)
             else:
                 await on_end(episode)
@@ -207,7 +194,7 @@ async def _play_round(
     moves = [(episode, decision) for episode, decision in decisions if isinstance(decision, Decision)]
     for episode, decision in decisions:
         if isinstance(decision, NoActionError):
-            episode.give_up(StepStatus.REFUSED, decision.detail)
+            episode.give_up(wire.StepStatus.REFUSED, decision.detail)
     results = await arena.step([(episode, decision.action) for episode, decision in moves]) if moves else []
     steps = [Step(episode, decision, result) for (episode, decision), result in zip(moves, results, strict=True)]
     new_steps = [step for step in steps if step.result.is_taken]
@@ -218,7 +205,7 @@ async def _play_round(
             episode.follow(result)
         else:
             episode.give_up(result.status, result.detail)
-    over = [episode for episode, _ in decisions if episode.status is not StepStatus.RUNNING]
+    over = [episode for episode, _ in decisions if episode.status is not wire.StepStatus.RUNNING]
     for episode in over:
         under_way.remove(episode)
     if over:

@@ -11,31 +11,12 @@ import httpx
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
 from services.http.client import Reply, ServiceClient
+from services.protocol import replay as wire
 from services.protocol.groups import Group, GroupFormatError, pack
-from services.protocol.replay import (
-    GROUPS_TYPE,
-    AcknowledgeReply,
-    AcknowledgeRequest,
-    AddGroupsReply,
-    AdmissionReply,
-    AdmissionRequest,
-    LeaseReply,
-    LeaseRequest,
-    ReplayStats,
-    SampledGroup,
-    SampleGroupsReply,
-    SampleGroupsRequest,
-    SnapshotReply,
-    SnapshotRequest,
-    UpdatePrioritiesReply,
-    UpdatePrioritiesRequest,
-    framed,
-    unframed,
-)
 
-Waited = TypeVar("Waited", LeaseReply, AdmissionReply)
+Waited = TypeVar("Waited", wire.LeaseReply, wire.AdmissionReply)
 
-ACCEPT = {"Accept": GROUPS_TYPE}
+ACCEPT = {"Accept": wire.GROUPS_TYPE}
 
 GROUPS_A_REQUEST = 32
 """Bounds the time for which one request delays the others."""
@@ -48,13 +29,13 @@ class ReplayClient(ServiceClient):
 
     task = Task.REPLAY_BUFFER
 
-    async def add(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
+    async def add(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> wire.AddGroupsReply:
         """Store groups; a group whose id the buffer has already stays as it is."""
         return await self._add("/groups", groups, priorities)
 
     async def enqueue(
         self, groups: Sequence[Group], priorities: Sequence[float] | None = None, collector: str = ""
-    ) -> AddGroupsReply:
+    ) -> wire.AddGroupsReply:
         """Append fresh groups to the queue; a group whose id the buffer has already stays as it is.
 
         Their prompts are no longer in flight at the ``collector`` of that name.
@@ -67,42 +48,44 @@ class ReplayClient(ServiceClient):
         groups: Sequence[Group],
         priorities: Sequence[float] | None,
         params: dict[str, str] | None = None,
-    ) -> AddGroupsReply:
+    ) -> wire.AddGroupsReply:
         if priorities is not None and len(priorities) != len(groups):
             raise ValueError(f"{len(groups)} groups but {len(priorities)} priorities")
         added = duplicates = size = 0
         for part in _parts(groups):
             fields = {"priorities": None if priorities is None else list(priorities[part])}
-            request, headers = framed(fields, map(pack, groups[part])), {"Content-Type": GROUPS_TYPE}
-            reply = await self.call("POST", path, AddGroupsReply, request, params=params, headers=headers)
+            request, headers = wire.framed(fields, map(pack, groups[part])), {"Content-Type": wire.GROUPS_TYPE}
+            reply = await self.call("POST", path, wire.AddGroupsReply, request, params=params, headers=headers)
             added, duplicates, size = added + reply.added, duplicates + reply.duplicates, reply.size
-        return AddGroupsReply(added=added, duplicates=duplicates, size=size)
+        return wire.AddGroupsReply(added=added, duplicates=duplicates, size=size)
 
-    async def sample(self, request: SampleGroupsRequest) -> list[SampledGroup]:
+    async def sample(self, request: wire.SampleGroupsRequest) -> list[wire.SampledGroup]:
         """Draw groups without replacement; return fewer than asked for when fewer qualify."""
-        return (await self.call("POST", "/groups/sample", SampleGroupsReply, request, headers=ACCEPT)).groups
+        return (await self.call("POST", "/groups/sample", wire.SampleGroupsReply, request, headers=ACCEPT)).groups
 
-    async def update_priorities(self, priorities: Mapping[str, float]) -> UpdatePrioritiesReply:
+    async def update_priorities(self, priorities: Mapping[str, float]) -> wire.UpdatePrioritiesReply:
         """Set the priorities of groups by id."""
-        request = UpdatePrioritiesRequest(priorities=dict(priorities))
-        return await self.call("POST", "/groups/priorities", UpdatePrioritiesReply, request)
+        request = wire.UpdatePrioritiesRequest(priorities=dict(priorities))
+        return await self.call("POST", "/groups/priorities", wire.UpdatePrioritiesReply, request)
 
-    async def lease(self, request: LeaseRequest) -> LeaseReply:
+    async def lease(self, request: wire.LeaseRequest) -> wire.LeaseReply:
         """Take fresh groups from the front of the queue, until they are acknowledged or the lease expires."""
         if request.request_id is None:
             # A repeated request gets the same lease, not a second one.
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
-        return await self._wait_for("/queue/lease", LeaseReply, request)
+        return await self._wait_for("/queue/lease", wire.LeaseReply, request)
 
-    async def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
+    async def acknowledge(self, request: wire.AcknowledgeRequest) -> wire.AcknowledgeReply:
         """Report that a lease's groups were trained on."""
-        return await self.call("POST", "/queue/acknowledge", AcknowledgeReply, request)
+        return await self.call("POST", "/queue/acknowledge", wire.AcknowledgeReply, request)
 
-    async def admit(self, request: AdmissionRequest) -> int:
+    async def admit(self, request: wire.AdmissionRequest) -> int:
         """Return how many more prompts a collector may take, after a wait for room; 0 if there was none."""
-        return (await self._wait_for("/queue/admission", AdmissionReply, request)).places
+        return (await self._wait_for("/queue/admission", wire.AdmissionReply, request)).places
 
-    async def _wait_for(self, path: str, kind: type[Waited], request: LeaseRequest | AdmissionRequest) -> Waited:
+    async def _wait_for(
+        self, path: str, kind: type[Waited], request: wire.LeaseRequest | wire.AdmissionRequest
+    ) -> Waited:
         """Send a request that the server may hold for its ``wait_seconds``."""
         wait = request.wait_seconds
         return await self.call(
@@ -115,17 +98,19 @@ class ReplayClient(ServiceClient):
             deadline=self.deadline + wait,
         )
 
-    async def save_snapshot(self, label: str, deadline: float | None = None) -> SnapshotReply:
+    async def save_snapshot(self, label: str, deadline: float | None = None) -> wire.SnapshotReply:
         """Save store and queue as they are now under ``label``; replace a snapshot of that label."""
-        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label), deadline=deadline)
+        return await self.call(
+            "POST", "/snapshots", wire.SnapshotReply, wire.SnapshotRequest(label=label), deadline=deadline
+        )
 
-    async def restore_snapshot(self, label: str) -> SnapshotReply:
+    async def restore_snapshot(self, label: str) -> wire.SnapshotReply:
         """Restore store and queue exactly; RequestRefusedError (404) for an unknown label."""
-        return await self.call("POST", "/snapshots/restore", SnapshotReply, SnapshotRequest(label=label))
+        return await self.call("POST", "/snapshots/restore", wire.SnapshotReply, wire.SnapshotRequest(label=label))
 
-    async def drop_snapshot(self, label: str, deadline: float | None = None) -> SnapshotReply:
+    async def drop_snapshot(self, label: str, deadline: float | None = None) -> wire.SnapshotReply:
         """Delete a snapshot; a snapshot that does not exist holds 0 groups."""
-        return await self.call("DELETE", f"/snapshots/{label}", SnapshotReply, deadline=deadline)
+        return await self.call("DELETE", f"/snapshots/{label}", wire.SnapshotReply, deadline=deadline)
 
     def read(self, response: httpx.Response, reply_model: type[Reply]) -> Reply:
         """Return a reply in its type, from JSON or from packed groups.
@@ -134,16 +119,16 @@ class ReplayClient(ServiceClient):
             ValidationError: it is something else.
             DependencyLostError: another version of this program packed the groups.
         """
-        if response.headers.get("content-type") != GROUPS_TYPE:
+        if response.headers.get("content-type") != wire.GROUPS_TYPE:
             return super().read(response, reply_model)
         try:
-            return reply_model.model_validate(unframed(response.content))
+            return reply_model.model_validate(wire.unframed(response.content))
         except GroupFormatError as error:
             raise DependencyLostError(f"{self.service} answered {response.url} with {error}") from error
 
-    async def stats(self) -> ReplayStats:
+    async def stats(self) -> wire.ReplayStats:
         """Return the buffer's statistics."""
-        return await self.call("GET", "/stats", ReplayStats)
+        return await self.call("GET", "/stats", wire.ReplayStats)
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[slice]:

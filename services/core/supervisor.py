@@ -89,7 +89,9 @@ class SupervisedProcess:
         """
         try:
             while True:
-                self._process = process = await self._start()
+                self._process = process = await self.command.start()
+                self.starts += 1
+                log.info("child started", child=self.command.name, pid=process.pid, start=self.starts)
                 await run_until_first_ends(process.wait(), self._kill_if_hung())
                 assert process.returncode is not None
                 self.kill()
@@ -104,18 +106,15 @@ class SupervisedProcess:
                 if self.before_restart is not None:
                     await self.before_restart()
         finally:
-            await self._stop()
+            if self._process is not None:
+                # An engine's own children may outlive it.
+                await end_group(self._process, GRACE_SECONDS)
+                await self._process.wait()
 
     def kill(self) -> None:
         """Kill the child and its process group; ``run`` starts the child again if that is still allowed."""
         if self._process is not None:
             signal_group(self._process.pid, signal.SIGKILL)
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        process = await self.command.start()
-        self.starts += 1
-        log.info("child started", child=self.command.name, pid=process.pid, start=self.starts)
-        return process
 
     async def _kill_if_hung(self) -> None:
         """Watch the child of this start until cancelled, and kill it when it does not answer for too long."""
@@ -131,12 +130,6 @@ class SupervisedProcess:
                 self.kill()
                 answered = time.monotonic()
             await asyncio.sleep(poll_seconds)
-
-    async def _stop(self) -> None:
-        if self._process is not None:
-            # An engine's own children may outlive it.
-            await end_group(self._process, GRACE_SECONDS)
-            await self._process.wait()
 
     def _count_restart(self, code: int) -> None:
         child = f"{self.command.name} ({self.command.module})"

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from services.core.processes import stop_signals
@@ -166,9 +165,7 @@ class ServiceThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._cancel_started(), self._loop).result(2 * END_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_SECONDS)

@@ -17,17 +17,7 @@ from services.data_server.settings import DataSettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonResponse, JsonRoute
 from services.http.problems import unknown_source
-from services.protocol.prompts import (
-    Cursor,
-    CursorRequest,
-    DataStats,
-    PromptBatch,
-    PromptsQuery,
-    PromptsRequest,
-    Split,
-    SuccessRatesReply,
-    SuccessRatesRequest,
-)
+from services.protocol import prompts as wire
 
 MAX_BODY_BYTES = 16 * 2**20
 
@@ -40,7 +30,9 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.batches = await in_background(
-            lambda: settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process))
+            lambda: _Sources(
+                settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process))
+            )
         )
         yield
         for batches in app.state.batches.values():
@@ -58,28 +50,24 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
     return app
 
 
-class _Sources:
+class _Sources(dict[str, Batches]):
     """The batches of each source, by its name."""
 
-    def __init__(self, batches: dict[str, Batches]) -> None:
-        self.all = batches
-
-    def __getitem__(self, name: str) -> Batches:
-        if name not in self.all:
-            raise unknown_source(name, self.all)
-        return self.all[name]
+    def __missing__(self, name: str) -> Batches:
+        raise unknown_source(name, self)
 
 
 async def _loaded(request: Request) -> _Sources:
     # FastAPI would call a function without `async` in a thread, which takes longer than the answer.
-    return _Sources(request.app.state.batches)
+    batches: _Sources = request.app.state.batches
+    return batches
 
 
 Loaded = Annotated[_Sources, Depends(_loaded)]
 
 
-@router.get("/prompts", response_model=PromptBatch)
-async def get_prompts(sources: Loaded, query: Annotated[PromptsQuery, Query()]) -> Response:
+@router.get("/prompts", response_model=wire.PromptBatch)
+async def get_prompts(sources: Loaded, query: Annotated[wire.PromptsQuery, Query()]) -> Response:
     """Return the next prompts.
 
     With ``epoch`` or ``position`` they depend on these alone. Otherwise the server's own cursor of ``consumer``
@@ -87,7 +75,7 @@ async def get_prompts(sources: Loaded, query: Annotated[PromptsQuery, Query()]) 
     """
     split, batches = query.split, sources[query.source]
     if query.epoch is not None or query.position is not None:
-        cursor = Cursor(epoch=query.epoch or 0, position=query.position or 0)
+        cursor = wire.Cursor(epoch=query.epoch or 0, position=query.position or 0)
         return _reply(batches, split, *batches.batch(split, cursor, query.batch_size))
     key = _cursor_key(query.consumer, split)
     before = None if query.request_id is None else batches.state.start_of(key, query.request_id)
@@ -98,8 +86,8 @@ async def get_prompts(sources: Loaded, query: Annotated[PromptsQuery, Query()]) 
     return _reply(batches, split, prompts, after)
 
 
-@router.post("/prompts", response_model=PromptBatch)
-async def post_prompts(request: PromptsRequest, sources: Loaded) -> Response:
+@router.post("/prompts", response_model=wire.PromptBatch)
+async def post_prompts(request: wire.PromptsRequest, sources: Loaded) -> Response:
     """Return the prompts at and after a cursor; the server's own cursors do not move."""
     batches = sources[request.source]
     return _reply(batches, request.split, *batches.batch(request.split, request.cursor, request.batch_size))
@@ -109,15 +97,15 @@ async def post_prompts(request: PromptsRequest, sources: Loaded) -> Response:
 async def get_cursor(
     sources: Loaded,
     consumer: Annotated[str, Query(min_length=1, max_length=200)] = "default",
-    split: Split = Split.TRAIN,
+    split: wire.Split = wire.Split.TRAIN,
     source: str = "",
-) -> Cursor:
+) -> wire.Cursor:
     """Return the server's own cursor of a consumer."""
     return sources[source].state.cursor(_cursor_key(consumer, split))
 
 
 @router.put("/cursor")
-async def put_cursor(request: CursorRequest, sources: Loaded) -> Cursor:
+async def put_cursor(request: wire.CursorRequest, sources: Loaded) -> wire.Cursor:
     """Set the server's own cursor of a consumer."""
     batches = sources[request.source]
     batches.check(request.split, request.cursor)
@@ -126,29 +114,29 @@ async def put_cursor(request: CursorRequest, sources: Loaded) -> Cursor:
 
 
 @router.post("/success_rates")
-async def post_success_rates(request: SuccessRatesRequest, sources: Loaded) -> SuccessRatesReply:
+async def post_success_rates(request: wire.SuccessRatesRequest, sources: Loaded) -> wire.SuccessRatesReply:
     """Record success rates, by which some values of CURRICULUM order the next epoch of their source."""
     recorded = 0
-    for batches in sources.all.values():
-        catalogue = batches.dataset.catalogues[Split.TRAIN]
+    for batches in sources.values():
+        catalogue = batches.dataset.catalogues[wire.Split.TRAIN]
         places = {prompt_id: catalogue.place_of(prompt_id) for prompt_id in request.success_rates}
         rates = {place: request.success_rates[prompt_id] for prompt_id, place in places.items() if place is not None}
         if rates:
             await batches.state.record_rates(rates)
         recorded += len(rates)
-    return SuccessRatesReply(recorded=recorded, unknown=len(request.success_rates) - recorded)
+    return wire.SuccessRatesReply(recorded=recorded, unknown=len(request.success_rates) - recorded)
 
 
-def _cursor_key(consumer: str, split: Split) -> str:
+def _cursor_key(consumer: str, split: wire.Split) -> str:
     return f"{consumer}/{split.value}"
 
 
-def _reply(batches: Batches, split: Split, prompts: list[dict[str, Any]], after: Cursor) -> Response:
+def _reply(batches: Batches, split: wire.Split, prompts: list[dict[str, Any]], after: wire.Cursor) -> Response:
     total = len(batches.orders[split])
     return JsonResponse({"prompts": prompts, "cursor": after.model_dump(), "total_available": total})
 
 
-def _stats(sources: Mapping[str, Batches]) -> DataStats:
+def _stats(sources: Mapping[str, Batches]) -> wire.DataStats:
     """Return the content of GET /stats: sums over the sources, and the statistics of each."""
     own = {name: batches.stats() for name, batches in sources.items()}
     if "" in own:
@@ -157,7 +145,7 @@ def _stats(sources: Mapping[str, Batches]) -> DataStats:
     for stats in own.values():
         refused.update(stats.refused)
     declared = [batches.source for batches in sources.values()]
-    return DataStats(
+    return wire.DataStats(
         source=", ".join(own),
         train_prompts=sum(own[source.name].train_prompts for source in declared if not source.eval_only),
         test_prompts=sum(stats.test_prompts for stats in own.values()),

@@ -219,13 +219,13 @@ class Batches:
         # Success rates change nothing in the dataset's own order, which is "off" on the wire.
         curriculum = Curriculum.OFF if self.curriculum is Curriculum.SOURCE else self.curriculum
         return DataStats(
-            source=self.dataset.name,
+            source=self.dataset.rows.name,
             train_prompts=len(self.orders[Split.TRAIN]),
             test_prompts=len(self.orders[Split.TEST]),
-            rows=self.dataset.rows,
+            rows=self.dataset.rows.rows,
             refused=self.dataset.left_out,
-            first_refused=self.dataset.first_refused,
-            columns=list(self.dataset.columns),
+            first_refused=self.dataset.rows.first_refused,
+            columns=list(self.dataset.rows.columns),
             cursors=self.state.cursors(),
             curriculum=curriculum.value,
             fingerprint=self.dataset.fingerprint,

@@ -19,7 +19,7 @@ from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.sources import MAIN, Source
 from services.data_server import dataset_rows
-from services.data_server.dataset_rows import TOO_LONG, Refusal, Rows
+from services.data_server.dataset_rows import TOO_LONG, DatasetRows, Refusal, Rows
 from services.data_server.demonstrations import DemonstrationMaker
 from services.data_server.prompt_maker import PromptMaker
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
@@ -55,12 +55,6 @@ class Catalogue:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def render_all_if_few(self) -> None:
-        """Render the whole split where it is small, so that no request waits for it."""
-        if len(self) <= RENDERED_AT_START:
-            for start in range(0, len(self), _BATCH):
-                self.prefetch(range(start, min(start + _BATCH, len(self))))
 
     def record(self, place: int) -> Record | None:
         """Return the prompt at ``place`` without its epoch and position; None if it is refused."""
@@ -119,19 +113,8 @@ class Dataset:
 
     source: str
     """The name in SOURCES, "" without SOURCES."""
-    name: str
-    """The dataset's own name."""
+    rows: DatasetRows
     catalogues: dict[Split, Catalogue]
-    rows: int
-    """Number of the dataset's rows, those that were left out included."""
-    refused: dict[str, int]
-    """Rows of the dataset that were left out before any was rendered, by reason."""
-    first_refused: dict[str, int]
-    """The number of the first of them, from 0 on, by reason."""
-    columns: Sequence[str]
-    """The columns of whole rows; none where these do not travel."""
-    shadowed: Sequence[str]
-    """Columns that rewards reach only through `row`, because their names are reserved."""
     fingerprint: dict[str, str]
     """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, also in files
     of other directories."""
@@ -140,7 +123,7 @@ class Dataset:
     def left_out(self) -> dict[str, int]:
         """Rows of the dataset that were left out so far, by reason; always those with too many tokens."""
         refusals = [refusal for catalogue in self.catalogues.values() for refusal in catalogue.refusals.values()]
-        return {TOO_LONG: 0} | Counter(self.refused) + Counter(refusal.reason for refusal in refusals)
+        return {TOO_LONG: 0} | Counter(self.rows.refused) + Counter(refusal.reason for refusal in refusals)
 
 
 def load(
@@ -171,35 +154,19 @@ def load(
     maker = PromptMaker(settings, rows.instruction, tokenizer, examples)
     splits = {Split.TEST: rows.test, Split.TRAIN: train}
     catalogues = _catalogues(settings, rows.name, splits, maker, tokenizer, source)
-    fingerprint = _fingerprint(settings, splits, maker)
-    dataset = Dataset(
-        source.name,
-        rows.name,
-        catalogues,
-        rows.rows,
-        rows.refused,
-        rows.first_refused,
-        rows.columns,
-        rows.shadowed,
-        fingerprint,
-    )
-    _log_loaded(settings, rows, dataset, len(train))
-    return dataset
-
-
-def _log_loaded(settings: DataSettings, rows: dataset_rows.DatasetRows, dataset: Dataset, train: int) -> None:
-    """Log what a dataset has, and which rows it leaves out."""
+    dataset = Dataset(source.name, rows, catalogues, _fingerprint(settings, splits, maker))
     log.info(
         "loaded",
         dataset=settings.dataset,
-        source=dataset.source or None,
-        train=train,
+        source=source.name or None,
+        train=len(train),
         test=len(rows.test),
         refused=rows.refused or None,
         first_refused=rows.first_refused or None,
         only_through_row=rows.shadowed or None,
         left_out=+Counter(dataset.left_out) or None,
     )
+    return dataset
 
 
 def _catalogues(
@@ -221,7 +188,9 @@ def _catalogues(
         if rows.has_demonstrations and tokenizer is not None:
             of_rows = DemonstrationMaker(settings, maker, tokenizer)
         catalogue = catalogues[split] = Catalogue(name, split, rows, of_rows, source)
-        catalogue.render_all_if_few()
+        if len(rows) <= RENDERED_AT_START:
+            for start in range(0, len(rows), _BATCH):
+                catalogue.prefetch(range(start, min(start + _BATCH, len(rows))))
         if 0 < len(catalogue) == len(catalogue.refusals):
             raise ConfigurationError(
                 f"no {'row' if rows.has_demonstrations else 'prompt'} of DATASET {settings.dataset!r} can be used: "

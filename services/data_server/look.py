@@ -47,14 +47,16 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
     dataset = load(settings, source, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
     refused = {
-        reason if (number := dataset.first_refused.get(reason)) is None else f"{reason} (first row {number})": count
+        reason
+        if (number := dataset.rows.first_refused.get(reason)) is None
+        else f"{reason} (first row {number})": count
         for reason, count in dataset.left_out.items()
         if count
     }
     if "--items" in sys.argv:
         _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
     numbers = {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
-    return numbers | {"shadowed": list(dataset.shadowed)}
+    return numbers | {"shadowed": list(dataset.rows.shadowed)}
 
 
 def _write_items(dataset: Dataset, path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -151,18 +149,13 @@ GENERATORS = ("arithmetic", "seeds", REASONING_GYM)
 GROUPS = ".groups"
 """The end of the name of a file that `grpo groups` has written, whose groups METHOD=sft trains on."""
 FILE_TYPES = (".jsonl", ".parquet")
-_READ = {
-    ".csv": 'csv.DictReader(open({old}, encoding="utf-8-sig", newline=""))',
-    ".tsv": 'csv.DictReader(open({old}, encoding="utf-8-sig", newline=""), delimiter="\\t")',
-    ".json": 'json.load(open({old}, encoding="utf-8"))',
-}
-"""Python that reads the rows of other kinds of files, for the command that writes them as JSON Lines."""
-_CONVERT = 'import csv, json; open({new}, "w").writelines(json.dumps(row) + "\\n" for row in {rows})'
+_OTHER = (".csv", ".tsv", ".json")
+"""The ends of names of files that people have and that have to be converted."""
 
 
 def is_path(dataset: str) -> bool:
     """Return whether DATASET names a file: a dataset on the hub has one slash at most, and no file's ending."""
-    looks_like_path = Path(dataset).suffix in (*FILE_TYPES, GROUPS, *_READ) or dataset.startswith(
+    looks_like_path = Path(dataset).suffix in (*FILE_TYPES, GROUPS, *_OTHER) or dataset.startswith(
         ("/", "./", "../", "~")
     )
     return looks_like_path or dataset.count("/") > 1 or os.path.isfile(dataset)
@@ -204,8 +197,7 @@ def check_file(variable: str, path: Path) -> None:
     """Check that ``path``, the value of ``variable``, is a file that may have rows, by its name and its first byte.
 
     Raises:
-        ConfigurationError: it cannot be read, is empty, or has another file type; the message has the command
-            that converts it.
+        ConfigurationError: it cannot be read, is empty, or has another file type; the message says how to convert it.
     """
     where = f"{variable} {str(path)!r}"
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
@@ -218,17 +210,10 @@ def check_file(variable: str, path: Path) -> None:
     except OSError as error:
         raise ConfigurationError(f"{where} cannot be read ({error.strerror}); give a file that can be") from error
     if path.suffix not in (*FILE_TYPES, GROUPS):
-        allowed = f"{where}: allowed are files that end in {' or '.join(FILE_TYPES)}"
-        raise ConfigurationError(f"{allowed}; {_remedy(path, first)}" if path.suffix in _READ else allowed)
+        reader = "read_json" if path.suffix == ".json" else "read_csv"
+        raise ConfigurationError(
+            f"{where}: allowed are files that end in {' or '.join(FILE_TYPES)}; write one, such as by "
+            f"pandas.{reader}({str(path)!r}, dtype=str).to_json('rows.jsonl', orient='records', lines=True)"
+        )
     if not first:
         raise ConfigurationError(f"{where} is empty; write a JSON object a line, with a question and an answer")
-
-
-def _remedy(path: Path, first: bytes) -> str:
-    """Return the command that converts a file to JSON Lines."""
-    new = path.with_suffix(".jsonl")
-    if path.suffix == ".json" and first == b"{":
-        return f"if each line is an object, rename it: {shlex.join(['mv', str(path), str(new)])}"
-    rows = _READ[path.suffix].format(old=json.dumps(str(path)))
-    code = _CONVERT.format(new=json.dumps(str(new)), rows=rows)
-    return f"convert it: {shlex.join(['python3', '-c', code])}"

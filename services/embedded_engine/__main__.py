@@ -21,7 +21,7 @@ def import_application() -> ModuleType:
     """
     with pause_collection():
         import_transformers_alone()
-        from services.embedded_engine.http import app
+        from services.embedded_engine import app
     return app
 
 

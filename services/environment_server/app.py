@@ -16,7 +16,7 @@ from services.environment_server.catalogue import Environment, MakeEnvironment, 
 from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
 from services.environment_server.openenv_server import Host, add_openenv_routes
-from services.environment_server.player import Player, UsageMeter
+from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app
 from services.http.problems import ProblemError, unknown_source
@@ -53,7 +53,6 @@ class Server:
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
         self.player: Player | None = None
-        self.meter = UsageMeter()
         self._replies: OrderedDict[str, asyncio.Future[ResetReply]] = OrderedDict()
 
     @asynccontextmanager
@@ -87,7 +86,7 @@ class Server:
             self.openenv = Host(self.table, tasks, getattr(tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
-                self.player = await stack.enter_async_context(Player(settings, self.table, self.meter).playing())
+                self.player = await stack.enter_async_context(Player(settings, self.table).playing())
             yield
 
     async def _open(self, name: str, stack: AsyncExitStack) -> tuple[MakeEnvironment, EnvironmentInfo, Environment]:
@@ -107,7 +106,6 @@ class Server:
             environment=self.table.info.id,
             pushing=self.player is not None,
             instance=self.table.instance,
-            usage=self.meter.usage,
         )
         is_well = self.table.stuck <= MAX_STUCK
         return Health(status="healthy" if is_well else "unhealthy", service=SERVICE, **about.model_dump())
@@ -151,13 +149,8 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            try:
-                self.meter.update()
-                if dropped := self.table.drop_idle(IDLE_SECONDS):
-                    log.warning("dropped episodes that were not stepped for five minutes", episodes=dropped)
-            # Without sweeps the server would fill up with episodes of clients that are gone.
-            except Exception as error:  # noqa: BLE001
-                log.error("a sweep failed", error=repr(error))
+            if dropped := self.table.drop_idle(IDLE_SECONDS):
+                log.warning("dropped episodes that were not stepped for five minutes", episodes=dropped)
 
 
 def create_app(settings: EnvironmentSettings) -> FastAPI:

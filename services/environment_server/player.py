@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from prometheus_client import PROCESS_COLLECTOR
-
-from services.clients.evaluation_head import EvaluationHeadClient, HeadActions
+from services.clients.evaluation_head import EvaluationHeadClient
 from services.clients.play import Decision, Episode, play_at_once
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -18,10 +15,9 @@ from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.evaluation import Action, StateKind, StepResult, Usage
+from services.protocol.evaluation import Action, StateKind, StepResult
 
 log = get_logger(__name__)
-
 
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""
@@ -29,45 +25,19 @@ PAUSE_SECONDS = 2.0
 """Pause after a failure, before the next try."""
 
 
-class UsageMeter:
-    """A meter of this process's use, read once a second or less often."""
-
-    def __init__(self) -> None:
-        self.usage: Usage | None = None
-        """The use between the last two readings; None before them, and on systems without /proc."""
-        self._last = self._read()
-
-    def update(self) -> None:
-        """Read the counters again."""
-        last, self._last = self._last, self._read()
-        if last is not None and self._last is not None and self._last[0] > last[0]:
-            cores = (self._last[1] - last[1]) / (self._last[0] - last[0])
-            self.usage = Usage(cores=max(0.0, cores), memory_bytes=self._last[2])
-
-    @staticmethod
-    def _read() -> tuple[float, float, int] | None:
-        """Return the time, the seconds of processor time so far, and the bytes of memory."""
-        values = {sample.name: sample.value for metric in PROCESS_COLLECTOR.collect() for sample in metric.samples}
-        if "process_cpu_seconds_total" not in values:
-            return None
-        return time.monotonic(), values["process_cpu_seconds_total"], int(values["process_resident_memory_bytes"])
-
-
 class Player:
     """A player that keeps ENVIRONMENT_PUSH_EPISODES episodes of a table under way; also the arena of its play."""
 
-    def __init__(self, settings: EnvironmentSettings, table: EpisodeTable, meter: UsageMeter) -> None:
+    def __init__(self, settings: EnvironmentSettings, table: EpisodeTable) -> None:
         self._settings = settings
         self._table = table
-        self._meter = meter
-        self._client = EvaluationHeadClient(
+        self._head = EvaluationHeadClient(
             str(settings.eval_head_endpoint),
             server=settings.environment_server_name,
             environment=settings.environment,
             token=settings.token,
             deadline=REQUEST_SECONDS,
         )
-        self._head = HeadActions(self._client)
         self._begun = 0
         self._finished = 0
         self._lost = 0
@@ -75,25 +45,22 @@ class Player:
 
     def stats(self) -> dict[str, Any]:
         """Return counts, and as ``trouble`` why episodes do not continue at the moment."""
-        return {
-            "head": self._client.url,
-            "finished": self._finished,
-            "lost": self._lost,
-            "trouble": self._trouble,
-        }
+        counts = {"finished": self._finished, "lost": self._lost}
+        return {"head": self._head.url, **counts, "trouble": self._trouble}
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[Player]:
         """Play until the context ends."""
-        async with self._client, asyncio.TaskGroup() as group:
+        async with self._head, asyncio.TaskGroup() as group:
             task = group.create_task(self._play())
             yield self
             task.cancel()
 
     async def _play(self) -> None:
-        is_text = self._table.info.state.kind is StateKind.MESSAGES
         count = self._settings.environment_push_episodes
-        await play_at_once(count, is_text, self, self._seeds, self._ask, self._settle)
+        # Conversations take different times, so each is played alone. States of numbers share one request.
+        sizes = [1] * count if self._table.info.state.kind is StateKind.MESSAGES else [count]
+        await play_at_once(sizes, self, self._seeds, self._ask, self._settle)
         await self._ask([])
 
     def _seeds(self, room: int) -> Sequence[int]:
@@ -125,7 +92,7 @@ class Player:
         """Return the head's decisions, after any number of attempts, and report the episodes that have ended."""
         while True:
             try:
-                decisions = await self._head.ask(episodes, self._meter.usage)
+                decisions = await self._head.ask(episodes)
             except (DependencyLostError, RequestRefusedError) as error:
                 self._report(str(error))
                 self._table.touch([episode.id for episode in episodes])

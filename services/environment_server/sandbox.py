@@ -22,8 +22,8 @@ from services.data_server.dataset_rows import Rows
 from services.data_server.settings import DataSettings
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Transition, text_of
 from services.environment_server.settings import EnvironmentSettings
+from services.protocol.chat import BOX, CalledFunction
 from services.protocol.evaluation import Action, State
-from services.protocol.tools import BOX, CalledFunction
 from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
 from services.sandbox.backends import BackendName

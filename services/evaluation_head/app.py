@@ -1,45 +1,39 @@
-"""The evaluation head's routes, its dashboard, and the WebSocket that keeps the dashboard up to date.
-
-The states of POST /evaluate may be bytes: raw float32, or MessagePack with the fields of the JSON body. Both have the
-states as float32 in little-endian byte order and row-major (C) order, and their shape as another field. The readers
-return the request's other fields and the states, and refuse the same values as the JSON route.
-"""
+"""The evaluation head: how a request passes through it, its routes, its dashboard, and the dashboard's WebSocket."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import math
-import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
 import orjson
-from fastapi import APIRouter, FastAPI, Request, WebSocket, WebSocketDisconnect
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.responses import FileResponse, RedirectResponse, Response
-from fastapi.routing import APIRoute
-from numpy.typing import NDArray
-from pydantic import ValidationError
-from starlette.datastructures import Headers
-from starlette.routing import Match
-from starlette.types import Scope
 
 from services import run_page
+from services.core.errors import ConfigurationError
 from services.core.tasks import run_until_first_ends
-from services.evaluation_head.head import SERVICE, Head
-from services.evaluation_head.policy import StatesRefusedError, check_finite
+from services.evaluation_head.discovery import Discovery
+from services.evaluation_head.driver import Driver
+from services.evaluation_head.policies import OverloadedError, Policy, make_policy
+from services.evaluation_head.registry import Moments, Registry
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
-from services.http.json_body import model_response
 from services.http.problems import ProblemError
 from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
 from services.run_page.routes import HEADERS
 
+SERVICE = "evaluation-head"
 MAX_BODY_BYTES = 16 * 2**20
-
+TICK_SECONDS = 1.0
+RELOAD_SECONDS = 5.0
+"""Time between two searches for new policy versions."""
+HISTORY_SECONDS = 600
 
 STATIC = Path(__file__).parent / "static"
 SHARED = Path(run_page.__file__).parent / "static"
@@ -52,9 +46,121 @@ TOKEN_SECONDS = 10.0
 SEND_SECONDS = 10.0
 REFUSED = 4401
 """Close code for clients without the token, from the range 4000 to 4999 that RFC 6455 leaves to applications."""
-RAW = "application/octet-stream"
-MSGPACK = "application/msgpack"
-_SHAPE = re.compile(r"[0-9]{1,9}(,[0-9]{1,9}){0,8}")
+
+
+class Head:
+    """The state behind the routes."""
+
+    def __init__(self, settings: HeadSettings) -> None:
+        self.settings = settings
+        self.policies: dict[str, Policy] = {}
+        self.registry = Registry()
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY_SECONDS)
+        """Points of the dashboard's plots, one a second for ten minutes, so that a page opened late shows them, too."""
+        self.ticked = asyncio.Event()
+        """Set when the next point is added, and then replaced by a new event."""
+        self.driver = Driver(settings, self.policies, self.registry)
+        self.discovery = Discovery(settings, self.driver.update)
+        self._batched = (0, 0)
+
+    @asynccontextmanager
+    async def running(self, _app: FastAPI) -> AsyncIterator[None]:
+        """Load the policies; play and discover until the context ends.
+
+        Raises:
+            ConfigurationError: there is no policy, or a policy cannot be loaded.
+        """
+        settings = self.settings
+        if not settings.policies:
+            raise ConfigurationError(
+                "HEAD_POLICIES is empty: name a policy, as --policies cartpole=policies/cartpole or "
+                "--policies llm=http://rollout-server:30000"
+            )
+        async with AsyncExitStack() as stack:
+            for name, target in settings.policies.items():
+                self.policies[name] = await stack.enter_async_context(make_policy(name, target, settings))
+            stack.push_async_callback(self.driver.close)
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            tasks = [group.create_task(self.discovery.run()), group.create_task(self._tick())]
+            tasks += [group.create_task(_keep_fresh(policy)) for policy in self.policies.values()]
+            yield
+            for task in tasks:
+                task.cancel()
+
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Return actions for a request's states, and record its episodes.
+
+        Raises:
+            ProblemError: there is no such policy, the server's name is taken, or the policy gives no actions.
+        """
+        started = time.monotonic()
+        policy = next(iter(self.policies.values())) if request.policy is None else self.policies.get(request.policy)
+        if policy is None:
+            raise ProblemError(404, f"no policy {request.policy!r} here; there are {list(self.policies)}")
+        server = self.registry.pushing(request)
+        for report in request.finished:
+            self.registry.finish(server, report, policy.name)
+        states = request.all_states
+        try:
+            decisions = await policy.act(states, logprobs=request.logprobs) if states else []
+        except OverloadedError:
+            self.registry.overloaded += 1
+            raise
+        seconds = time.monotonic() - started
+        self.registry.played(server, policy.name, request.episodes or (), len(states), seconds)
+        actions = [decision.action for decision in decisions]
+        return EvaluateReply.model_construct(
+            policy=policy.name,
+            policy_versions=[decision.version for decision in decisions],
+            actions=actions,
+            action=actions[0] if request.state is not None else None,
+            logprobs=[decision.logprob for decision in decisions] if request.logprobs else None,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return the content of GET /stats and of the messages that /ws sends."""
+        return {
+            "time": time.time(),
+            **self.registry.stats(),
+            "policies": [
+                {"name": name, "kind": policy.kind, "trouble": policy.trouble, **policy.stats()}
+                for name, policy in self.policies.items()
+            ],
+            "discovery": self.discovery.reply().model_dump(),
+        }
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.registry.drop_idle()
+            self.history.append(self._point())
+            self.registry.newest_returns = Moments()
+            self.ticked.set()
+            self.ticked = asyncio.Event()
+
+    def _point(self) -> dict[str, Any]:
+        """Return the newest point of the dashboard's plots."""
+        stats = self.stats()
+        batching = [policy for policy in stats["policies"] if "batches" in policy]
+        batched = (sum(policy["batches"] for policy in batching), sum(policy["states"] for policy in batching))
+        batches, states = batched[0] - self._batched[0], batched[1] - self._batched[1]
+        self._batched = batched
+        return {
+            "time": stats["time"],
+            "requests_per_second": stats["requests_per_second"],
+            "states_per_second": stats["states_per_second"],
+            "latency_p50": stats["latency_ms"]["p50"],
+            "latency_p95": stats["latency_ms"]["p95"],
+            "batch_size": states / batches if batches else None,
+            "active": stats["episodes"]["active"],
+            "mean_return": self.registry.newest_returns.as_dict()["mean"],
+        }
+
+
+async def _keep_fresh(policy: Policy) -> None:
+    while True:
+        await asyncio.sleep(RELOAD_SECONDS)
+        await policy.refresh()
 
 
 def create_app(settings: HeadSettings) -> FastAPI:
@@ -71,22 +177,9 @@ def create_app(settings: HeadSettings) -> FastAPI:
     )
     add_dashboard(app, head)
 
-    binary = APIRouter(route_class=BinaryRoute)
-
-    @binary.post("/evaluate", include_in_schema=False)
-    async def post_binary_evaluate(http: Request) -> Response:
-        request, states = await read_request(http)
-        return model_response(await head.evaluate(request, states))
-
-    app.include_router(binary)
-
     @app.post("/evaluate")
     async def post_evaluate(request: EvaluateRequest) -> EvaluateReply:
-        """Return actions for one state or many, in order; take reports of episodes that have ended.
-
-        States may also be bytes: a body of raw float32 (application/octet-stream) with `shape` and the other fields in
-        the query, or MessagePack (application/msgpack) of these fields with `states` as bytes and their `shape`.
-        """
+        """Return actions for one state or many, in order; take reports of episodes that have ended."""
         return await head.evaluate(request)
 
     @app.get("/discovered")
@@ -158,86 +251,16 @@ async def _send(socket: WebSocket, head: Head) -> None:
     """Send statistics as they come: first with the whole history, then with new points only."""
     sent = 0.0
     while True:
-        added = head.history.added
-        points = head.history.since(sent)
+        ticked = head.ticked
+        points = [point for point in head.history if point["time"] > sent]
         sent = points[-1]["time"] if points else sent
         message: dict[str, Any] = {"stats": head.stats(), "history": points}
         async with asyncio.timeout(SEND_SECONDS):
             await socket.send_text(orjson.dumps(message).decode())
-        await added.wait()
+        await ticked.wait()
 
 
 async def _receive(socket: WebSocket) -> None:
     """Return when the client disconnects."""
     while (await socket.receive())["type"] != "websocket.disconnect":
         pass
-
-
-class BinaryRoute(APIRoute):
-    """A route for requests whose body is raw float32 or MessagePack; others pass on to the next route of the path."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return whether the route takes the request."""
-        return super().matches(scope) if media_type(scope) in (RAW, MSGPACK) else (Match.NONE, {})
-
-
-def media_type(scope: Scope) -> str:
-    """Return the media type of a request's body without its parameters, "" where it has none."""
-    header = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
-    return header.partition(";")[0].strip().lower()
-
-
-async def read_request(http: Request) -> tuple[EvaluateRequest, NDArray[np.float32] | None]:
-    """Read a request of a BinaryRoute; a raw body has its shape and the other fields in the query.
-
-    Returns:
-        The request, in which zeros stand for the states, and its states [count, *shape]; None: only reports.
-
-    Raises:
-        ProblemError: the body is not MessagePack (400); shape and bytes disagree, or a number is not finite (422).
-        RequestValidationError: a field is not allowed.
-    """
-    body = await http.body()
-    fields: dict[str, Any]
-    if media_type(http.scope) == RAW:
-        fields = {**http.query_params, "states": body}
-        if _SHAPE.fullmatch(fields.get("shape", "")):
-            fields["shape"] = [int(size) for size in fields["shape"].split(",")]
-    else:
-        try:
-            fields = msgpack.unpackb(body)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ProblemError(400, f"the body is not valid MessagePack: {error!r}") from error
-        if not isinstance(fields, dict):
-            raise ProblemError(422, "the body must be a map with the fields of the JSON body, and 'shape' for 'states'")
-    if "state" in fields:
-        raise StatesRefusedError("state is for JSON; send the bytes of one state as states, with a shape such as 1,4")
-    states = None
-    if fields.keys() & {"states", "shape"}:
-        states = _array(fields.pop("states", None), fields.pop("shape", None))
-        # So that the model checks their number, and the number of episodes.
-        fields["states"] = [0.0] * len(states)
-    try:
-        return EvaluateRequest.model_validate(fields), states
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error
-
-
-def _array(content: object, shape: object) -> NDArray[np.float32]:
-    """Return the array of some bytes.
-
-    Raises:
-        StatesRefusedError: they do not fit the shape, or a number is not finite.
-    """
-    if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
-        raise StatesRefusedError(
-            f"shape is {repr(shape)[:60]}; needed are the number of states and the shape of one, as in ?shape=64,4 of "
-            "a raw body or [64, 4] in MessagePack"
-        )
-    needed = 4 * math.prod(shape)
-    if not isinstance(content, bytes) or len(content) != needed:
-        actual = f"{len(content)} bytes" if isinstance(content, bytes) else type(content).__name__
-        raise StatesRefusedError(f"states are {actual}; {shape} of float32 are {needed} bytes")
-    states = np.frombuffer(content, "<f4").reshape(shape).astype(np.float32, copy=False)
-    check_finite(states, "NaN or an infinity; needed are finite float32")
-    return states

@@ -24,7 +24,7 @@ from services.clients.environment import EnvironmentClient, EnvironmentServer, S
 from services.clients.play import Decision, Step, play
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.evaluation_head.policy import OverloadedError, Policy
+from services.evaluation_head.policies import OverloadedError, Policy
 from services.evaluation_head.registry import Registry, Server
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import RequestRefusedError
@@ -110,7 +110,7 @@ class Link(EnvironmentClient):
             record.detail, self._is_well = detail, False
             return
         record.probed = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
-        record.environment, record.usage = health.environment, health.usage
+        record.environment = health.environment
         if not self.under_way:
             record.detail = f"plays by itself, as {health.name}" if health.pushing else None
         self._is_well = record.probed is ServerState.CONNECTED and not health.pushing and not record.is_heard

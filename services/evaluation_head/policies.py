@@ -1,8 +1,8 @@
-"""The kinds of policies, by the target in HEAD_POLICIES; ``torch_policy.py`` has the kind that needs torch.
+"""Policies by their targets in HEAD_POLICIES; ``torch_policy.py`` has the kind that needs torch.
 
 A language model's states are conversations, and an action is its next message; rollout servers batch continuously by
 themselves, so conversations are sent as they come, up to a bound. A function is a rule, a solver, or a baseline to
-compare with. A policy of another head is named ``head+http://host:8080`` or ``head+http://host:8080#policy``.
+compare with.
 """
 
 from __future__ import annotations
@@ -11,31 +11,108 @@ import asyncio
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from services.clients.evaluation_head import EvaluationHeadClient, HeadActions, decisions_of
-from services.clients.play import Decision, Episode
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.clients.play import Decision, NoActionError
+from services.core.errors import DependencyLostError
 from services.core.imports import load_function
 from services.core.tasks import in_background
-from services.evaluation_head.policy import Policy, PolicyFailedError, StatesRefusedError, check_room
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
+from services.http.problems import ProblemError
 from services.protocol.chat import ChatReply
-from services.protocol.evaluation import MAX_STATES, Action, ActionKind, EnvironmentInfo, State, StateKind
+from services.protocol.evaluation import Action, ActionKind, EnvironmentInfo, State, StateKind
 
+MAX_WAITING = 4096
+"""States that may wait for one policy: as many as one request may have. More would only wait longer."""
 ANSWER_SECONDS = 120.0
 """Limit of one answer, with retries and the wait for a place in the rollout server's batch."""
 VERSION_SECONDS = 5.0
 """Limit of one request for the version of the weights, which also a busy rollout server answers."""
-REMOTE_PREFIX = "head+"
 _ACTIONS = TypeAdapter(list[Action])
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class StatesRefusedError(ProblemError, NoActionError):
+    """States that the policy does not take; the message says which, and what the policy takes."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(422, detail)
+
+
+class PolicyFailedError(ProblemError):
+    """A policy that gave no action: it raised, could not be reached, or its output is not an action."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(500, detail)
+
+
+class OverloadedError(ProblemError):
+    """A policy for which too many states wait; ``retry_after`` is in seconds."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        detail = f"{waiting} states wait already, allowed are {MAX_WAITING}; ask again after Retry-After"
+        super().__init__(429, detail, {"Retry-After": str(retry_after)})
+        self.retry_after = retry_after
+
+
+def check_room(waiting: int, states: int, retry_after: int) -> None:
+    """Check that further states may wait.
+
+    Raises:
+        OverloadedError: too many wait already.
+    """
+    if waiting and waiting + states > MAX_WAITING:
+        raise OverloadedError(waiting, retry_after)
+
+
+class Policy(AbstractAsyncContextManager["Policy"], ABC):
+    """A policy under its name. An async context manager from load to end."""
+
+    kind: str
+
+    def __init__(self, name: str, **about: Any) -> None:
+        """Make a policy; ``about`` is shown in its entry of /stats."""
+        self.name = name
+        self._about = about
+        self.trouble: str | None = None
+        """The policy's current problem, for the dashboard."""
+        self.states = 0
+        """States that got actions."""
+
+    @abstractmethod
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None:
+        """Release the policy's resources."""
+
+    @abstractmethod
+    async def act(self, states: Sequence[Any], *, logprobs: bool = False) -> list[Decision]:
+        """Return one decision a state, in order; ``logprobs`` asks for log-probabilities that cost extra.
+
+        Raises:
+            StatesRefusedError: a state does not fit.
+            OverloadedError: too many states wait.
+            PolicyFailedError: the policy gave no action.
+        """
+
+    async def refresh(self) -> None:
+        """Look for a new version and use it. A failure is reported in ``trouble`` and not raised."""
+
+    def misfit(self, environment: EnvironmentInfo) -> str | None:
+        """Return why the policy cannot act in an environment; None if it can, or if only a call can show it."""
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """Return the policy's entry in /stats."""
+        return {**self._about, "states": self.states}
 
 
 class _Turn(BaseModel):
@@ -198,65 +275,8 @@ class FunctionPolicy(Policy):
             raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
 
 
-class RemotePolicy(Policy):
-    """The policy that another head has for a client, which belongs to this policy."""
-
-    kind = "evaluation head"
-
-    def __init__(self, name: str, client: EvaluationHeadClient) -> None:
-        super().__init__(name, url=client.url)
-        self._client = client
-        self._actions = HeadActions(client)
-
-    async def __aenter__(self) -> RemotePolicy:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._client.__aexit__(*error)
-
-    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
-        """See Policy."""
-        decisions: list[Decision] = []
-        for start in range(0, len(states), MAX_STATES):
-            try:
-                reply = await self._client.act(states[start : start + MAX_STATES], logprobs=logprobs)
-            except RequestRefusedError as error:
-                raise self._refusal(error) from error
-            except DependencyLostError as error:
-                raise PolicyFailedError(str(error)) from error
-            decisions += decisions_of(reply)
-        self.states += len(states)
-        return decisions
-
-    async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        """Do the same with the episodes' positions and the reports of ended ones, for the other head's dashboard.
-
-        Raises:
-            StatesRefusedError: the head refuses a state.
-            ConfigurationError: it refuses this player, or has no such policy.
-            DependencyLostError: the head gives no actions.
-        """
-        try:
-            return await self._actions.ask(episodes)
-        except RequestRefusedError as error:
-            if error.status in (400, 422):
-                raise self._refusal(error) from error
-            raise ConfigurationError(str(error)) from error
-
-    def report(self, episode: Episode) -> None:
-        """Report an episode that has ended with the next request."""
-        self._actions.report(episode)
-
-    def _refusal(self, error: RequestRefusedError) -> StatesRefusedError:
-        return StatesRefusedError(f"the head at {self._client.url} refuses: {error.detail}")
-
-
 def make_policy(name: str, target: str, settings: HeadSettings) -> Policy:
     """Return the policy that ``target`` stands for; see HEAD_POLICIES."""
-    if target.startswith(REMOTE_PREFIX):
-        url, _, policy = target.removeprefix(REMOTE_PREFIX).partition("#")
-        return RemotePolicy(name, EvaluationHeadClient(url, policy=policy or None, token=settings.token))
     if "://" in target:
         return LanguagePolicy(name, target, settings)
     if _FUNCTION.fullmatch(target):

@@ -7,7 +7,6 @@ counts once, however often it is reported.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import OrderedDict, deque
@@ -25,7 +24,6 @@ from services.protocol.evaluation import (
     FinishedEpisode,
     ServerMode,
     ServerState,
-    Usage,
 )
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
@@ -43,7 +41,6 @@ IDLE_SECONDS = 300.0
 
 
 WINDOW_SECONDS = 10.0
-HISTORY_SECONDS = 600
 KEPT_ANSWERS = 2000
 """Answers kept for rates and percentiles. If more come within WINDOW_SECONDS, the window is shorter."""
 
@@ -75,55 +72,6 @@ class _Answer(NamedTuple):
     seconds: float | None
 
 
-class Meter:
-    """Counts requests and states as they are answered."""
-
-    def __init__(self) -> None:
-        self._answers: deque[_Answer] = deque(maxlen=KEPT_ANSWERS)
-        self.requests = 0
-        self.states = 0
-        self.overloaded = 0
-
-    def count(self, states: int, seconds: float | None) -> None:
-        """Count states that got actions; ``seconds`` is the latency of their request to /evaluate, if there was one."""
-        self._answers.append(_Answer(time.monotonic(), states, seconds))
-        self.states += states
-        self.requests += seconds is not None
-
-    def window(self) -> dict[str, Any]:
-        """Return rates a second and latencies of the newest WINDOW_SECONDS."""
-        now = time.monotonic()
-        newest = [answer for answer in self._answers if answer.at >= now - WINDOW_SECONDS]
-        span = max(1.0, now - newest[0].at) if newest else WINDOW_SECONDS
-        latencies = [1000 * answer.seconds for answer in newest if answer.seconds is not None]
-        return {
-            "requests_per_second": round(len(latencies) / span, 2),
-            "states_per_second": round(sum(answer.states for answer in newest) / span, 2),
-            "latency_ms": {
-                f"p{p}": round(float(np.percentile(latencies, p)), 3) if latencies else None for p in (50, 95, 99)
-            },
-        }
-
-
-class History:
-    """Points of the dashboard's plots, one a second for ten minutes, so that a page opened late shows them, too."""
-
-    def __init__(self) -> None:
-        self._points: deque[dict[str, Any]] = deque(maxlen=HISTORY_SECONDS)
-        self.added = asyncio.Event()
-        """Set when the next point is added, and then replaced by a new event."""
-
-    def add(self, point: dict[str, Any]) -> None:
-        """Add a point and wake the tasks that wait for one."""
-        self._points.append(point)
-        self.added.set()
-        self.added = asyncio.Event()
-
-    def since(self, moment: float) -> list[dict[str, Any]]:
-        """Return the points after a moment."""
-        return [point for point in self._points if point["time"] > moment]
-
-
 @dataclass
 class Server:
     """The record of one server."""
@@ -141,7 +89,6 @@ class Server:
     active: dict[str, float] = field(default_factory=dict)
     """The time of the last news of each episode under way."""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    usage: Usage | None = None
     # Of discovered servers only.
     url: str | None = None
     probed: ServerState | None = None
@@ -171,16 +118,21 @@ class Server:
             "finished": self.returns.count,
             "returns": self.returns.as_dict(),
             "seconds_since_heard": round(self.age, 1),
-            "usage": self.usage and self.usage.model_dump(),
         }
 
 
 class Registry:
     """All servers and their episodes."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
+        self.requests = 0
+        """Requests to /evaluate."""
+        self.states = 0
+        """States that got actions."""
+        self.overloaded = 0
+        """Requests that were refused because too many states waited."""
+        self._answers: deque[_Answer] = deque(maxlen=KEPT_ANSWERS)
         self.returns = Moments()
         self.newest_returns = Moments()
         """Returns since the dashboard's last point."""
@@ -191,6 +143,26 @@ class Registry:
     def active(self) -> int:
         """Episodes under way."""
         return sum(len(server.active) for server in self.servers.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts, the rates a second and latencies of the newest WINDOW_SECONDS, and a row for each server."""
+        now = time.monotonic()
+        newest = [answer for answer in self._answers if answer.at >= now - WINDOW_SECONDS]
+        span = max(1.0, now - newest[0].at) if newest else WINDOW_SECONDS
+        latencies = [1000 * answer.seconds for answer in newest if answer.seconds is not None]
+        return {
+            "requests_per_second": round(len(latencies) / span, 2),
+            "states_per_second": round(sum(answer.states for answer in newest) / span, 2),
+            "latency_ms": {
+                f"p{p}": round(float(np.percentile(latencies, p)), 3) if latencies else None for p in (50, 95, 99)
+            },
+            "requests": self.requests,
+            "states": self.states,
+            "overloaded": self.overloaded,
+            "episodes": {"active": self.active, "finished": self.returns.count, "lost": self.lost},
+            "returns": self.returns.as_dict(),
+            "servers": [server.row() for _, server in sorted(self.servers.items())],
+        }
 
     def pushing(self, request: EvaluateRequest) -> Server:
         """Return the record of the server that sent a request.
@@ -212,7 +184,6 @@ class Registry:
         server.heard = time.monotonic()
         server.mode = ServerMode.PUSHING
         server.environment = request.environment or server.environment
-        server.usage = request.usage or server.usage
         return server
 
     def discovered(self, name: str, url: str) -> Server:
@@ -248,7 +219,9 @@ class Registry:
         server.requests += 1
         server.states += states
         server.heard = time.monotonic()
-        self._meter.count(states, seconds)
+        self.states += states
+        self.requests += seconds is not None
+        self._answers.append(_Answer(time.monotonic(), states, seconds))
         STATES.labels(policy).inc(states)
         for position in positions:
             if position.episode not in server.ended:

@@ -20,8 +20,7 @@ class HeadSettings(Settings):
     head_policies: str = ""
     """The policies, as `name=target` with spaces between; the first is the default. A target is a `.pt2` file or a
     directory of versions `v000001/policy.pt2` (a torch module; `publish_policy`), the URL of a rollout server or router
-    (a language model), `module:function` (takes a list of states, returns actions), or `head+http://host:8080#name` (a
-    policy of another head)."""
+    (a language model), or `module:function` (takes a list of states, returns actions)."""
     head_batch_size: int = Field(32, ge=1, le=MAX_BATCH)
     """States that a torch policy computes at once."""
     head_timeout_ms: float = Field(5.0, ge=0, le=10_000)
@@ -63,6 +62,8 @@ class HeadSettings(Settings):
         names = {part.split("=")[0] for part in parts}
         if len(names) < len(parts) or not all(_POLICY.fullmatch(part) for part in parts):
             raise ValueError("needed are name=target, with different names of letters, digits, '.', '_', '-'")
+        if any("=head+" in part for part in parts):
+            raise ValueError("a policy of another head is no target any more; name that policy's own target here")
         return text
 
     @field_validator("game_server_prefix")

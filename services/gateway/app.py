@@ -5,21 +5,19 @@ Agents have three APIs, and two ways to say which session: in the path, or as AP
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from services.gateway import responses_api
 from services.gateway.chat_api import CHAT, Api
@@ -30,11 +28,11 @@ from services.gateway.responses_api import RESPONSES
 from services.gateway.sessions import Asker, Session
 from services.gateway.settings import GatewaySettings
 from services.http.app import create_service_app
-from services.http.json_body import JsonRequest, JsonResponse, JsonRoute, is_json
+from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError, refuse
 from services.http.server import has_left
+from services.protocol.chat import TOOLS
 from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
-from services.protocol.tools import TOOLS
 
 MAX_BODY_BYTES = 8 * 2**20
 """More than the text of a million tokens. Encoding a text takes time and memory in proportion to its length."""
@@ -62,7 +60,7 @@ def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastA
         max_body_bytes=MAX_BODY_BYTES,
     )
     _add_session_routes(app, gateway)
-    add_agent_routes(app, gateway)
+    _add_agent_routes(app, Agents(gateway))
     return app
 
 
@@ -105,64 +103,44 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
 AGENT_PATHS = re.compile(r"/v1/.*|/sessions/[^/]+/v1/.*")
 """The agents' paths, whose routes ask for the session's own key."""
-PREFIX = "/sessions/{session_id}/v1"
-_CALL = re.compile(r"/sessions/(?P<id>[^/]+)/v1(?P<path>/.+)")
+Find = Callable[[Request], Awaitable[Session]]
+Answer = Callable[[Request, Session], Awaitable[Any]]
 
 
-def add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
+def _add_agent_routes(app: FastAPI, agents: Agents) -> None:
     """Add the agents' routes, once with the session in the path and once with the session as key."""
-
-    async def of_path(http: Request, session_id: str) -> Session:
-        """Return the session that the path names; where JOBGROUP_TOKEN is set, the key must be the token or the id."""
-        token, key = gateway.settings.token, _key(http)
-        if token and not any(hmac.compare_digest(key, accepted.encode()) for accepted in (token, session_id)):
-            raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
-        return await gateway.find(session_id)
-
-    async def of_key(http: Request) -> Session:
-        """Return the session whose id is the API key."""
-        session = await gateway.get(_key(http).decode("utf-8", "replace"))
-        if session is None:
-            raise ProblemError(401, "give a session's id as API key", {"WWW-Authenticate": "Bearer"})
-        return session
-
-    in_path, by_key = _router(gateway, of_path), _router(gateway, of_key)
-    app.include_router(in_path, prefix=PREFIX)
-    app.include_router(by_key, prefix="/v1")
-    # Appended, so that it is inside ServiceMiddleware.
-    app.user_middleware.append(Middleware(DirectCalls, find=of_path, router=in_path))
+    answers: list[tuple[str, str, Answer]] = [
+        *(("POST", api.path, partial(agents.answer, api)) for api in (CHAT, MESSAGES, RESPONSES)),
+        ("POST", f"{MESSAGES.path}/count_tokens", agents.count_tokens),
+        ("GET", f"{RESPONSES.path}/{{response_id}}", agents.find_response),
+        ("GET", "/models", agents.list_models),
+        ("GET", "/tools", agents.list_tools),
+        ("POST", "/tools", agents.call_tool),
+    ]
+    options: dict[str, Any] = {"tags": ["agents"], "route_class_override": AgentRoute}
+    for prefix, find in (("/sessions/{session_id}/v1", agents.find_by_path), ("/v1", agents.find_by_key)):
+        for method, path, answer in answers:
+            app.router.add_api_route(prefix + path, _endpoint(find, answer), methods=[method], **options)
 
 
-class DirectCalls:
-    """ASGI middleware that answers calls of sessions in the path, which are nearly all requests, by their endpoints.
+def _endpoint(find: Find, answer: Answer) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(http: Request) -> Any:
+        return await answer(http, await find(http))
 
-    FastAPI's routing and dependencies would take as long as the rest of a call. It gets everything else, also bodies
-    that are not objects, which it refuses.
-    """
+    return endpoint
 
-    def __init__(self, app: ASGIApp, find: Callable[[Request, str], Awaitable[Session]], router: APIRouter) -> None:
-        self._app = app
-        self._find = find
-        routes = (route for route in router.routes if isinstance(route, APIRoute) and "POST" in (route.methods or ()))
-        self._routes = {route.path: (route.endpoint, Route(PREFIX + route.path, route.endpoint)) for route in routes}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a call of a session; leave everything else to FastAPI."""
-        call = _CALL.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if call is None or call["path"] not in self._routes:
-            await self._app(scope, receive, send)
-            return
-        request = JsonRequest(scope, receive)
-        try:
-            body = await _json_object(request)
-        except ClientDisconnect:
-            return
-        if body is None:
-            await self._app(scope, partial(_received, await request.body()), send)
-            return
-        endpoint, scope["route"] = self._routes[call["path"]]  # The route is a label of the metrics.
-        response: Response = await endpoint(request, body, await self._find(request, call["id"]))
-        await response(scope, receive, send)
+class AgentRoute(JsonRoute):
+    """A route that its endpoint answers alone: FastAPI's dependencies would take as long as the rest of a call."""
+
+    def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[Any]], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = self._answer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            response: Response = await self.endpoint(JsonRequest(scope, receive))
+            await response(scope, receive, send)
 
 
 class Reply(Response):
@@ -183,87 +161,80 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _json_object(request: JsonRequest) -> dict[str, Any] | None:
-    """Return the object in a request's body; None for any other body."""
-    content = await request.body()
-    try:
-        parsed = await request.json() if content and is_json(request) else None
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
+class Agents:
+    """The answers to agents' requests, each of which belongs to a session."""
 
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
-async def _received(body: bytes) -> Message:
-    """Return the message of a whole body that was received before."""
-    return {"type": "http.request", "body": body, "more_body": False}
+    async def find_by_path(self, http: Request) -> Session:
+        """Return the session that the path names; where JOBGROUP_TOKEN is set, the key must be the token or the id."""
+        token, key, session_id = self._gateway.settings.token, _key(http), http.path_params["session_id"]
+        if token and not any(hmac.compare_digest(key, accepted.encode()) for accepted in (token, session_id)):
+            raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
+        return await self._gateway.find(session_id)
 
+    async def find_by_key(self, http: Request) -> Session:
+        """Return the session whose id is the API key."""
+        session = await self._gateway.get(_key(http).decode("utf-8", "replace"))
+        if session is None:
+            raise ProblemError(401, "give a session's id as API key", {"WWW-Authenticate": "Bearer"})
+        return session
 
-def _key(http: Request) -> bytes:
-    scheme, _, key = http.headers.get("authorization", "").partition(" ")
-    return (key if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")).strip().encode()
-
-
-def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute, tags=["agents"])
-    asked = Depends(session_of)
-    _add_tools(router, gateway, asked)
-
-    def read(api: Api, session: Session, body: dict[str, Any]) -> ChatRequest:
-        is_auto = gateway.settings.forced_tool_calls == "auto"
-        return api.request(unforced(body) if is_auto else body, session)
-
-    async def answer(api: Api, session: Session, body: dict[str, Any], http: Request) -> Response:
-        request = read(api, session, body)
-        call = await gateway.calls.complete(session, request, api, Asker(http))
+    async def answer(self, api: Api, http: Request, session: Session) -> Response:
+        """Return the model's next turn."""
+        request = await self._read(api, http, session)
+        call = await self._gateway.calls.complete(session, request, api, Asker(http))
         on_taken = partial(session.hand_over, call.name)
         if not request.stream:
             return Reply(orjson.dumps(call.reply), "application/json", on_taken)
         return Reply(b"".join(api.stream(call.reply, request)), "text/event-stream", on_taken)
 
-    @router.get("/models")
-    async def get_models(_session: Session = asked) -> Response:
-        """List the model in training."""
-        return JsonResponse(gateway.models())
-
-    @router.post(CHAT.path)
-    async def post_chat(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
-        """Answer a conversation, as OpenAI's chat completions have it."""
-        return await answer(CHAT, session, body, http)
-
-    @router.post(MESSAGES.path)
-    async def post_messages(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
-        """Answer a conversation, as Anthropic's Messages API has it."""
-        return await answer(MESSAGES, session, body, http)
-
-    @router.post(f"{MESSAGES.path}/count_tokens")
-    async def post_count_tokens(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
-        """Return the number of tokens of a conversation's prompt."""
+    async def count_tokens(self, http: Request, session: Session) -> dict[str, Any]:
+        """Return the length of the prompt that a request of the Messages API would have."""
         session.check_open()
-        return JsonResponse({"input_tokens": await gateway.calls.count(session, read(MESSAGES, session, body))})
+        request = await self._read(MESSAGES, http, session)
+        return {"input_tokens": await self._gateway.calls.count(session, request)}
 
-    @router.post(RESPONSES.path)
-    async def post_responses(http: Request, body: dict[str, Any], session: Session = asked) -> Response:
-        """Answer a conversation, as OpenAI's Responses API has it."""
-        return await answer(RESPONSES, session, body, http)
-
-    @router.get(f"{RESPONSES.path}/{{response_id}}")
-    async def get_response(response_id: str, session: Session = asked) -> Response:
-        """Return a response that was given before."""
+    async def find_response(self, http: Request, session: Session) -> dict[str, Any]:
+        """Return an earlier response of the Responses API."""
+        response_id = http.path_params["response_id"]
         response = responses_api.find(session, response_id)
         if response is None:
             refuse(404, f"session {session.id} has no response {response_id}", "response_not_found")
-        return JsonResponse(response)
+        return response
 
-    return router
+    async def list_models(self, _http: Request, _session: Session) -> dict[str, Any]:
+        """Return the content of GET /models."""
+        return self._gateway.models()
+
+    async def list_tools(self, _http: Request, _session: Session) -> list[dict[str, Any]]:
+        """Return the content of GET /tools."""
+        return TOOLS
+
+    async def call_tool(self, http: Request, session: Session) -> dict[str, Any]:
+        """Return the message with a tool's output."""
+        return await self._gateway.tools.call(session, await _json_object(http))
+
+    async def _read(self, api: Api, http: Request, session: Session) -> ChatRequest:
+        body: Mapping[str, Any] = await _json_object(http)
+        is_auto = self._gateway.settings.forced_tool_calls == "auto"
+        return api.request(unforced(body) if is_auto else body, session)
 
 
-def _add_tools(router: APIRouter, gateway: Gateway, asked: Any) -> None:
-    @router.get("/tools")
-    async def get_tools(_session: Session = asked) -> Response:
-        """List the tools that run programs, in the form of OpenAI's requests."""
-        return JsonResponse(TOOLS)
+async def _json_object(http: Request) -> dict[str, Any]:
+    """Return the object in a request's body; raise ProblemError for any other body."""
+    if not is_json(http):
+        raise ProblemError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
+    try:
+        parsed = await http.json() if await http.body() else None
+    except orjson.JSONDecodeError as error:
+        raise ProblemError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ProblemError(422, "the body must be a JSON object")
+    return parsed
 
-    @router.post("/tools")
-    async def post_tool_call(_http: Request, body: dict[str, Any], session: Session = asked) -> Response:
-        """Run the program of a tool call in the session's box, and return the message with its output."""
-        return JsonResponse(await gateway.tools.call(session, body))
+
+def _key(http: Request) -> bytes:
+    scheme, _, key = http.headers.get("authorization", "").partition(" ")
+    return (key if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")).strip().encode()

@@ -43,7 +43,7 @@ from services.gateway.chat_api import Api, add_turns, reply_of
 from services.gateway.requests import ChatRequest
 from services.gateway.sessions import Asker, Session
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import Account
+from services.gateway.store import RECORDED_TOKENS, Store
 from services.gateway.tree import Call
 from services.http.client import (
     CONNECT_SECONDS,
@@ -81,7 +81,7 @@ class Calls:
         context: longest prompt and completion together, in tokens.
     """
 
-    def __init__(self, settings: GatewaySettings, account: Account) -> None:
+    def __init__(self, settings: GatewaySettings, store: Store) -> None:
         """Load the model's tokenizer and configuration.
 
         Raises:
@@ -92,7 +92,7 @@ class Calls:
         self.context = settings.engine_context_length or context_length(model, "MODEL_NAME")
         self.prompts = ChatPrompts(load_tokenizer(model), settings.chat_template_args, self.context)
         self._model = model
-        self._account = account
+        self._store = store
         self._engine = EngineClient(settings.token)
         self._has_seen_tools = False
 
@@ -261,10 +261,12 @@ class Calls:
         """
         async with session.lock:
             if session.is_finished:
-                await self._account.lose("finished", call.sampled_tokens)
+                await self._store.lose("finished", call.sampled_tokens)
                 session.check_open()
             record = session.record(call)
-            await self._account.record(call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(record))))
+            await self._store.enter(
+                RECORDED_TOKENS, call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(record)))
+            )
             del session.delivered[: len(record["delivered"])]
             branches = session.tree.branches
             session.tree.add(call)
@@ -279,9 +281,9 @@ class Calls:
             return
         async with session.lock:
             if session.is_finished:
-                await self._account.lose(reason, tokens)
+                await self._store.lose(reason, tokens)
             else:
-                await self._account.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
+                await self._store.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
                 session.lost[reason] += tokens
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
+from pydantic import BeforeValidator
 
 from services.chat.messages import for_template
 from services.chat.prompts import ChatPrompts
@@ -44,9 +45,10 @@ class HasText(Protocol):
     text: str
 
 
-def as_parts(content: Any) -> Any:
-    """Return content that is text as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+AS_PARTS = BeforeValidator(
+    lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+)
+"""Makes a list of parts of content that is text."""
 
 
 def joined_text(parts: Iterable[HasText]) -> str:

@@ -18,7 +18,7 @@ from services.core.tasks import in_background
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import Account, Store
+from services.gateway.store import TRACED_TOKENS, Store
 from services.gateway.tools import Tools
 from services.http.problems import ProblemError, refuse
 from services.protocol.sessions import (
@@ -70,7 +70,6 @@ class Gateway:
         self.settings = settings
         self._own_process = own_process
         self._store = Store(settings.directory, on_damage)
-        self._account = Account(self._store)
         self.tools = Tools(self._store, settings.token)
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
@@ -86,7 +85,6 @@ class Gateway:
         """
         self.calls = await in_background(self._load_model)
         await self._store.open()
-        await self._account.load()
         for (session_id,) in await self._store.read(_OPEN):
             try:
                 session = await self._load(session_id)
@@ -112,7 +110,7 @@ class Gateway:
     def _load_model(self) -> Calls:
         if self._own_process:
             import_transformers_alone()
-        return Calls(self.settings, self._account)
+        return Calls(self.settings, self._store)
 
     async def _load(self, session_id: str) -> Session | None:
         """Return the session of an id from the disk; None for an unknown id.
@@ -154,10 +152,10 @@ class Gateway:
         return GatewayStats(
             open_sessions=len(sessions),
             calls_in_flight=sum(len(session.in_flight) for session in sessions),
-            engine_tokens=self._account.engine_tokens,
-            trace_tokens=self._account.trace_tokens,
+            engine_tokens=self._store.engine_tokens,
+            trace_tokens=self._store.trace_tokens,
             open_tokens=sum(session.sampled_tokens for session in sessions),
-            lost_tokens=dict(self._account.lost),
+            lost_tokens=dict(self._store.lost),
             nodes=num_nodes(),
         ).model_dump()
 
@@ -241,7 +239,7 @@ class Gateway:
                 await self._store.write(*deletions)
             else:
                 finish = (_FINISH, (request.reward, request.reason, session.refused, session_id))
-                await self._account.trace(session.sampled_tokens, finish, *deletions)
+                await self._store.enter(TRACED_TOKENS, session.sampled_tokens, finish, *deletions)
                 session.reward, session.reason, session.is_finished = request.reward, request.reason, True
                 self._sessions.pop(session_id, None)
                 self.tools.release(session_id)
@@ -257,7 +255,7 @@ class Gateway:
             return
         async with session.lock:
             lost = 0 if session.is_finished else session.sampled_tokens
-            await self._account.lose(reason, lost, *statements)
+            await self._store.lose(reason, lost, *statements)
             session.is_finished = True
             self._sessions.pop(session_id, None)
             self.tools.release(session_id)

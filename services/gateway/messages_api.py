@@ -14,8 +14,8 @@ import orjson
 from pydantic import BaseModel, Field, field_validator
 
 from services.chat.messages import without_billing
-from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
-from services.gateway.requests import ChatRequest, as_float, check_format, check_tool_choice, refuse_if_set, validated
+from services.gateway.chat_api import AS_PARTS, Api, joined_text, named_event, offered_function
+from services.gateway.requests import Absent, ChatRequest, HasFormat, TextFormat, ToolChoice, as_float, validated
 from services.gateway.sessions import Session
 from services.http.problems import ProblemError
 
@@ -37,9 +37,7 @@ class _ToolUse(BaseModel):
 class _ToolResult(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: list[_Text] = Field(default_factory=list)
-
-    _as_blocks = field_validator("content", mode="before")(as_parts)
+    content: Annotated[list[_Text], AS_PARTS] = Field(default_factory=list)
 
 
 class _Thinking(BaseModel):
@@ -57,9 +55,7 @@ _UserBlock = Annotated[_Text | _ToolResult, Field(discriminator="type")]
 
 class _AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: list[_AssistantBlock]
-
-    _as_blocks = field_validator("content", mode="before")(as_parts)
+    content: Annotated[list[_AssistantBlock], AS_PARTS]
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         text = "".join(block.text for block in self.content if isinstance(block, _Text))
@@ -71,9 +67,7 @@ class _AssistantMessage(BaseModel):
 
 class _UserMessage(BaseModel):
     role: Literal["user", "system"]
-    content: list[_UserBlock]
-
-    _as_blocks = field_validator("content", mode="before")(as_parts)
+    content: Annotated[list[_UserBlock], AS_PARTS]
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         texts: list[str] = []
@@ -104,35 +98,23 @@ class _Tool(BaseModel):
 
 
 class _ToolChoice(BaseModel):
-    type: Literal["auto", "none"] = "auto"
+    type: ToolChoice = "auto"
     disable_parallel_tool_use: bool = False
-
-    _is_not_forced = field_validator("type", mode="before")(check_tool_choice)
-
-
-class _OutputConfig(BaseModel):
-    format: Any = None
-
-    _is_text = field_validator("format")(check_format)
 
 
 class _Request(BaseModel):
     messages: list[Annotated[_AssistantMessage | _UserMessage, Field(discriminator="role")]] = Field(min_length=1)
     model: str = ""
     max_tokens: int | None = None
-    system: list[_Text] = Field(default_factory=list)
+    system: Annotated[list[_Text], AS_PARTS] = Field(default_factory=list)
     stop_sequences: list[str] = Field(default_factory=list)
     tools: list[_Tool] = Field(default_factory=list)
     tool_choice: _ToolChoice = _ToolChoice()
-    output_config: _OutputConfig = _OutputConfig()
-    output_format: Any = None
-    mcp_servers: Any = None
-    compaction: Any = None
+    output_config: HasFormat = HasFormat()
+    output_format: TextFormat = None
+    mcp_servers: Absent = None
+    compaction: Absent = None
     stream: bool = False
-
-    _are_absent = field_validator("mcp_servers", "compaction")(refuse_if_set)
-    _is_text = field_validator("output_format")(check_format)
-    _as_blocks = field_validator("system", mode="before")(as_parts)
 
 
 def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:

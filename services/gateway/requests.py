@@ -6,10 +6,10 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from prometheus_client import Counter
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from services.chat.messages import TemplateOptions, for_template
 from services.http.problems import ProblemError, printable
@@ -50,6 +50,53 @@ _CANONICAL = json.JSONEncoder(sort_keys=True)
 M = TypeVar("M", bound=BaseModel)
 
 
+def _refuse_forced(choice: Any) -> Any:
+    if choice not in ("auto", "none"):
+        raise ValueError(
+            "a call of a tool cannot be forced here; allowed are 'auto' and 'none'. Send 'auto' and take an answer "
+            "without a call, too, or set FORCED_TOOL_CALLS=auto, with which the gateway reads a forced call as 'auto'"
+        )
+    return choice
+
+
+def _refuse_formats(value: Any) -> Any:
+    if value and not (isinstance(value, dict) and value.get("type") == "text"):
+        raise ValueError(NO_SCHEMA)
+    return value
+
+
+def _refuse_if_set(value: Any) -> Any:
+    if value:
+        raise ValueError("not supported by the gateway; leave it out")
+    return value
+
+
+def refuse_foreign_tools(tools: Any) -> Any:
+    """Return tools that are functions, or raise ValueError."""
+    kinds = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    if foreign := [kind for kind in kinds if kind not in (None, "function")]:
+        raise ValueError(f"tools of type {foreign[0]!r} are OpenAI's; offer functions, which the agent runs itself")
+    return tools
+
+
+def _stops(stop: Any) -> Any:
+    """Return one stop string as a list, and none that is empty: SGLang would end every turn after its first token."""
+    stops = [stop] if isinstance(stop, str) else stop
+    return [text for text in stops if text != ""] if isinstance(stops, list) else stops
+
+
+ToolChoice = Annotated[Literal["auto", "none"], BeforeValidator(_refuse_forced)]
+TextFormat = Annotated[Any, BeforeValidator(_refuse_formats)]
+Absent = Annotated[Any, BeforeValidator(_refuse_if_set)]
+"""A field that asks for something that the gateway cannot give, unless it is empty."""
+
+
+class HasFormat(BaseModel):
+    """An object with the format of an answer, which must be text."""
+
+    format: TextFormat = None
+
+
 class StreamOptions(BaseModel):
     """The options of a stream."""
 
@@ -71,46 +118,18 @@ class ChatRequest(BaseModel):
     max_tokens: int | None = Field(
         default=None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
-    stop: list[str] = Field(default_factory=list)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
+    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(refuse_foreign_tools)] = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
-    response_format: dict[str, Any] | None = None
+    response_format: TextFormat = None
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     _api: str = PrivateAttr()
     _asked: dict[str, Any] = PrivateAttr()
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop_is_a_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
-    @field_validator("stop")
-    @classmethod
-    def _empty_stops_stop_nothing(cls, stop: list[str]) -> list[str]:
-        # SGLang would end every turn after its first token.
-        return [text for text in stop if text]
-
-    @field_validator("tools")
-    @classmethod
-    def _are_functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if kinds := [kind for tool in tools if (kind := tool.get("type")) not in (None, "function")]:
-            raise ValueError(f"tools of type {kinds[0]!r} are OpenAI's; offer functions, which the agent runs itself")
-        return tools
-
-    @field_validator("response_format")
-    @classmethod
-    def _answers_are_text(cls, response_format: Any) -> Any:
-        return check_format(response_format)
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _calls_are_not_forced(cls, choice: Any) -> Any:
-        return check_tool_choice(choice)
 
     @classmethod
     def of(
@@ -215,20 +234,6 @@ def as_float(value: int) -> float | None:
         return None
 
 
-def check_tool_choice(choice: Any) -> Any:
-    """Return a ``tool_choice`` that lets the model choose.
-
-    Raises:
-        ValueError: it forces a call.
-    """
-    if choice not in ("auto", "none"):
-        raise ValueError(
-            "a call of a tool cannot be forced here; allowed are 'auto' and 'none'. Send 'auto' and take an answer "
-            "without a call, too, or set FORCED_TOOL_CALLS=auto, with which the gateway reads a forced call as 'auto'"
-        )
-    return choice
-
-
 def unforced(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a body of any API without what forces a call of a tool or bounds a turn to one call."""
     choice = body.get("tool_choice")
@@ -236,24 +241,6 @@ def unforced(body: Mapping[str, Any]) -> Mapping[str, Any]:
     is_forced = isinstance(kind, str) and (kind in _FORCED or (kind == "auto" and choice != kind))
     left_out = {"parallel_tool_calls", *(["tool_choice"] if is_forced else ())}
     return {name: value for name, value in body.items() if name not in left_out}
-
-
-def check_format(value: Any) -> Any:
-    """Return the format of an answer; raise ValueError if it is another one than text."""
-    if value and not (isinstance(value, dict) and value.get("type") == "text"):
-        raise ValueError(NO_SCHEMA)
-    return value
-
-
-def refuse_if_set(value: Any) -> Any:
-    """Return an empty value.
-
-    Raises:
-        ValueError: it asks for something that the gateway cannot give.
-    """
-    if value:
-        raise ValueError("not supported by the gateway; leave it out")
-    return value
 
 
 def validated(model: type[M], body: Mapping[str, Any]) -> M:

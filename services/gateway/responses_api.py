@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
-from services.gateway.chat_api import Api, as_parts, joined_text, named_event, offered_function
-from services.gateway.requests import ChatRequest, check_format, check_tool_choice, refuse_if_set, validated
+from services.gateway.chat_api import AS_PARTS, Api, joined_text, named_event, offered_function
+from services.gateway.requests import Absent, ChatRequest, HasFormat, ToolChoice, refuse_foreign_tools, validated
 from services.gateway.sessions import Session
 from services.http.problems import refuse
 
@@ -28,9 +28,7 @@ class _Text(BaseModel):
 class _Message(BaseModel):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
-    content: list[_Text]
-
-    _as_parts = field_validator("content", mode="before")(as_parts)
+    content: Annotated[list[_Text], AS_PARTS]
 
 
 class _FunctionCall(BaseModel):
@@ -43,9 +41,7 @@ class _FunctionCall(BaseModel):
 class _FunctionCallOutput(BaseModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: list[_Text]
-
-    _as_parts = field_validator("output", mode="before")(as_parts)
+    output: Annotated[list[_Text], AS_PARTS]
 
 
 class _Thought(BaseModel):
@@ -74,19 +70,6 @@ class _Tool(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_a_function(cls, kind: Any) -> Any:
-        if kind != "function":
-            raise ValueError(f"tools of type {kind!r} are OpenAI's; offer functions, which the agent runs itself")
-        return kind
-
-
-class _TextConfig(BaseModel):
-    format: Any = None
-
-    _is_text = field_validator("format")(check_format)
-
 
 class _Request(BaseModel):
     input: list[_Item] = Field(default_factory=list)
@@ -94,20 +77,17 @@ class _Request(BaseModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    tools: list[_Tool] = Field(default_factory=list)
-    tool_choice: str = "auto"
+    tools: Annotated[list[_Tool], BeforeValidator(refuse_foreign_tools)] = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    text: _TextConfig = _TextConfig()
+    text: HasFormat = HasFormat()
     include: list[str] = Field(default_factory=list)
     top_logprobs: Literal[0] = 0
     truncation: Literal["disabled"] = "disabled"
-    background: bool = False
-    conversation: Any = None
-    prompt: Any = None
+    background: Absent = None
+    conversation: Absent = None
+    prompt: Absent = None
     stream: bool = False
-
-    _is_not_forced = field_validator("tool_choice", mode="before")(check_tool_choice)
-    _are_absent = field_validator("background", "conversation", "prompt", mode="before")(refuse_if_set)
 
     @field_validator("input", mode="before")
     @classmethod

@@ -196,10 +196,10 @@ class Session:
         name = self.tree.restore(record).name
         digest, _, _ = name.partition("-")
         self.handovers[name] = Handover()
-        self.names.update({(digest, key): name for key in record.get("keys", ())})
-        for delivered in record.get("delivered", ()):
+        self.names.update({(digest, key): name for key in record["keys"]})
+        for delivered in record["delivered"]:
             self.handovers.pop(delivered, None)
-        self.repeated = record.get("repeated", 0)
+        self.repeated = record["repeated"]
 
     def refuse_late(self, why: str = "its calls waited for engines") -> NoReturn:
         """Raise ProblemError, 429, because the deadline has passed."""

@@ -41,8 +41,21 @@ CREATE TABLE IF NOT EXISTS account (name TEXT PRIMARY KEY, tokens INTEGER NOT NU
 """
 
 
+SAMPLED = Counter("gateway_sampled_tokens", "Sampled tokens recorded in sessions.")
+TRACED = Counter("gateway_trace_tokens", "Sampled tokens in the traces of finished sessions.")
+LOST = Counter("gateway_lost_tokens", "Sampled tokens that no trace has, by reason.", ["reason"])
+
+RECORDED_TOKENS, TRACED_TOKENS, _LOST = "recorded", "traced", "lost:"
+_METRICS = {RECORDED_TOKENS: SAMPLED, TRACED_TOKENS: TRACED}
+_READ = "SELECT name, tokens FROM account"
+_ADD = "INSERT INTO account VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET tokens = tokens + excluded.tokens"
+
+LOST_WITH_SESSION = ("deleted", "expired", "abandoned")
+"""Loss reasons whose tokens were counted as recorded before, because their session was removed unfinished."""
+
+
 class Store(Database):
-    """The database of the sessions."""
+    """The database of the sessions, and the account of all sampled tokens since its directory was made."""
 
     name = "gateway"
     variable = "GATEWAY_DIR"
@@ -50,73 +63,48 @@ class Store(Database):
     schema = _SCHEMA
     unwritten = "the gateway cannot write its sessions"
     loss = "the open episodes are lost, and their prompts are played again"
+    _tokens: Tally[str]
 
+    async def open(self) -> None:
+        """Open the database, and read the account; raises as Database.open."""
+        await super().open()
+        self._tokens = Tally(dict(await self.read(_READ)))
 
-SAMPLED = Counter("gateway_sampled_tokens", "Sampled tokens recorded in sessions.")
-TRACED = Counter("gateway_trace_tokens", "Sampled tokens in the traces of finished sessions.")
-LOST = Counter("gateway_lost_tokens", "Sampled tokens that no trace has, by reason.", ["reason"])
-
-_READ = "SELECT name, tokens FROM account"
-_ADD = "INSERT INTO account VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET tokens = tokens + excluded.tokens"
-_RECORDED, _TRACED, _LOST = "recorded", "traced", "lost:"
-
-LOST_WITH_SESSION = ("deleted", "expired", "abandoned")
-"""Loss reasons whose tokens were counted as recorded before, because their session was removed unfinished."""
-
-
-class Account:
-    """All sampled tokens since the sessions' directory was made, entered in the transactions that they come with."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._tokens: Tally[str] = Tally()
-
-    async def load(self) -> None:
-        """Read the account from the disk."""
-        self._tokens = Tally(dict(await self._store.read(_READ)))
-
-    async def record(self, tokens: int, *change: Statement) -> None:
-        """Write a change that records tokens.
+    async def enter(self, name: str, tokens: int, *change: Statement) -> None:
+        """Write a change with the tokens that it records or traces.
 
         Raises:
-            ProblemError: 507, the disk refuses to write; the tokens are then lost as ``unwritten``.
+            ProblemError: 507, the disk refuses to write; tokens to record are then lost as ``unwritten``.
         """
         try:
-            await self._enter(_RECORDED, tokens, change)
+            await self.write(*change, (_ADD, (name, tokens)))
         except Exception:
-            LOST.labels("unwritten").inc(tokens)
-            self._tokens[f"{_LOST}unwritten"] += tokens
+            if name == RECORDED_TOKENS:
+                self._count(f"{_LOST}unwritten", tokens)
             raise
-        SAMPLED.inc(tokens)
-
-    async def trace(self, tokens: int, *change: Statement) -> None:
-        """Write the change that finishes a session; raises as ``record`` does."""
-        await self._enter(_TRACED, tokens, change)
-        TRACED.inc(tokens)
+        self._count(name, tokens)
 
     async def lose(self, reason: str, tokens: int, *change: Statement) -> None:
-        """Write a change that loses tokens; raises as ``record`` does."""
-        await self._enter(f"{_LOST}{reason}", tokens, change)
-        LOST.labels(reason).inc(tokens)
+        """Write a change that loses tokens; raises as ``enter`` does."""
+        await self.enter(f"{_LOST}{reason}", tokens, *change)
 
-    async def _enter(self, name: str, tokens: int, change: tuple[Statement, ...]) -> None:
-        await self._store.write(*change, (_ADD, (name, tokens)))
+    def _count(self, name: str, tokens: int) -> None:
         self._tokens[name] += tokens
+        (_METRICS.get(name) or LOST.labels(name.removeprefix(_LOST))).inc(tokens)
 
     @property
     def engine_tokens(self) -> int:
         """The tokens that engines sampled, as far as they reached the gateway."""
         lost = self.lost
-        return self._tokens[_RECORDED] + lost.total() - sum(lost[reason] for reason in LOST_WITH_SESSION)
+        return self._tokens[RECORDED_TOKENS] + lost.total() - sum(lost[reason] for reason in LOST_WITH_SESSION)
 
     @property
     def trace_tokens(self) -> int:
         """The sampled tokens in traces, each counted in the one sequence that is trained on it."""
-        return self._tokens[_TRACED]
+        return self._tokens[TRACED_TOKENS]
 
     @property
     def lost(self) -> Tally[str]:
         """The sampled tokens that no trace has, by reason."""
-        return Tally(
-            {name.removeprefix(_LOST): n for name, n in self._tokens.items() if name.startswith(_LOST) and n > 0}
-        )
+        lost = {name: tokens for name, tokens in self._tokens.items() if name.startswith(_LOST) and tokens}
+        return Tally({name.removeprefix(_LOST): tokens for name, tokens in lost.items()})

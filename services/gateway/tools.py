@@ -20,8 +20,8 @@ from services.gateway.sessions import Session
 from services.gateway.store import Store
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError, refuse
+from services.protocol.chat import BOX, ToolCall
 from services.protocol.evaluation import EpisodeStart, ResetReply, StepResult, StepStatus
-from services.protocol.tools import BOX, ToolCall
 
 BEGIN_SECONDS = 60.0
 """The time that environment-servers may take to begin a box."""

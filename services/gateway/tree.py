@@ -120,9 +120,8 @@ class Tree:
     def restore(self, record: dict[str, Any]) -> Call:
         """Add a call from its record, in the order in which the calls were answered, and return it."""
         parent = None if record["parent"] is None else self.calls[record["parent"][0]].turns[record["parent"][1]]
-        fields = ("added_ids", "messages", "sampling", "reply")
-        # Before calls had numbers, each was the only one of its digest.
-        call = Call(record.get("name") or record["digest"], parent, **{name: record[name] for name in fields})
+        fields = ("name", "added_ids", "messages", "sampling", "reply")
+        call = Call(parent=parent, **{name: record[name] for name in fields})
         call.turns = [
             Turn(
                 call,

@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 import time
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 import orjson
@@ -65,6 +65,20 @@ MAX_RETRY_AFTER_SECONDS = 30.0
 
 _RETRIED_STATUS = frozenset({429, 502, 503, 504})
 _RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError)
+
+
+Payload = BaseModel | dict[str, Any] | bytes | None
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request has besides its path and its body; None as if it were not given."""
+
+    params: dict[str, Any] | None
+    headers: dict[str, str] | None
+    deadline: float | None
+    """Seconds for all attempts, in place of the client's."""
+    attempt_seconds: float | None
+    """Seconds that one attempt may take between bytes, in place of the client's."""
 
 
 class RequestRefusedError(Exception):
@@ -187,22 +201,16 @@ class HttpClient:
         method: str,
         path: str,
         reply_model: type[Reply],
-        payload: BaseModel | dict[str, Any] | bytes | None = None,
-        *,
-        params: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-        deadline: float | None = None,
-        attempt_seconds: float | None = None,
+        payload: Payload = None,
+        **options: Unpack[RequestOptions],
     ) -> Reply:
         """Send a request as ``request`` does, and return the reply as a ``reply_model``.
 
         Raises:
             RequestRefusedError: the service refused the request (4xx).
-            DependencyLostError: the service did not answer well within ``deadline`` seconds, or with another reply.
+            DependencyLostError: the service did not answer well within its deadline, or with another reply.
         """
-        response = await self.request(
-            method, path, payload, params=params, headers=headers, deadline=deadline, attempt_seconds=attempt_seconds
-        )
+        response = await self.request(method, path, payload, **options)
         try:
             return self.read(response, reply_model)
         except ValidationError as error:
@@ -218,28 +226,18 @@ class HttpClient:
         return reply_model.model_validate_json(response.content)
 
     async def request(
-        self,
-        method: str,
-        path: str,
-        payload: BaseModel | dict[str, Any] | bytes | None = None,
-        *,
-        params: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-        deadline: float | None = None,
-        attempt_seconds: float | None = None,
+        self, method: str, path: str, payload: Payload = None, **options: Unpack[RequestOptions]
     ) -> httpx.Response:
         """Send a request, repeat it where that may help, and return the successful response.
 
-        ``deadline`` is in seconds for all attempts, ``attempt_seconds`` for one; None takes the client's own.
-
         Raises:
             RequestRefusedError: the service refused the request (4xx).
-            DependencyLostError: the service could not be reached or did not answer well within ``deadline`` seconds.
+            DependencyLostError: the service could not be reached or did not answer well within its deadline.
         """
-        seconds = self.deadline if deadline is None else deadline
-        patience = self.timeout if attempt_seconds is None else attempt_seconds
-        request = self._build(method, path, payload, params, headers, patience)
-        return await self._repeat(request, f"{method} {without_password(self.url)}{path}{self._via}", seconds)
+        seconds, patience = options.get("deadline"), options.get("attempt_seconds")
+        request = self._build(method, path, payload, self.timeout if patience is None else patience, options)
+        name = f"{method} {without_password(self.url)}{path}{self._via}"
+        return await self._repeat(request, name, self.deadline if seconds is None else seconds)
 
     async def _repeat(self, request: httpx.Request, name: str, seconds: float) -> httpx.Response:
         """Send a request, called ``name`` in messages, again and again for ``seconds`` until an attempt succeeds."""
@@ -271,15 +269,7 @@ class HttpClient:
             ) from (cause or error)
         raise AssertionError("stamina returned without an attempt that succeeded or raised")
 
-    async def send_once(
-        self,
-        method: str,
-        path: str,
-        payload: BaseModel | dict[str, Any] | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        seconds: float,
-    ) -> httpx.Response:
+    async def send_once(self, method: str, path: str, payload: Payload = None, *, seconds: float) -> httpx.Response:
         """Send a request without retries and return the response of any status.
 
         Raises:
@@ -287,7 +277,7 @@ class HttpClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await self._attempt(self._build(method, path, payload, None, headers, seconds))
+                return await self._attempt(self._build(method, path, payload, seconds, {}))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
                 f"{self._place} did not answer {path} within {seconds:g} s: {describe(error)}"
@@ -340,20 +330,15 @@ class HttpClient:
         )
 
     def _build(
-        self,
-        method: str,
-        path: str,
-        payload: BaseModel | dict[str, Any] | bytes | None,
-        params: dict[str, Any] | None,
-        headers: dict[str, str] | None,
-        seconds: float,
+        self, method: str, path: str, payload: Payload, seconds: float, options: RequestOptions
     ) -> httpx.Request:
+        is_json = {} if payload is None else {"Content-Type": "application/json"}
         return self._http.build_request(
             method,
             path,
             content=payload if payload is None or isinstance(payload, bytes) else _encode(payload),
-            headers={**({} if payload is None else {"Content-Type": "application/json"}), **(headers or {})},
-            params=params,
+            headers=is_json | (options.get("headers") or {}),
+            params=options.get("params"),
             timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),
         )
 

@@ -22,9 +22,10 @@ from services.http.problems import ProblemError
 log = get_logger(__name__)
 
 T = TypeVar("T")
+OpenedT = TypeVar("OpenedT", bound=sqlite3.Connection)
 Statement = tuple[str, tuple[Any, ...]]
 
-# A process that is just ending still holds the lock.
+# A process that is just ending still holds the lock, and a network disk holds that of a dead machine for a while.
 LOCK_SECONDS = 20.0
 
 
@@ -203,29 +204,56 @@ class Database:
         return [os.stat(f"{self._file}{suffix}").st_ino for suffix in ("", "-wal")]
 
     def _open(self) -> None:
+        self._db = open_database(self._file, sqlite3.Connection, self.variable, self.format, self.schema, self.loss)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self._file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-            # The exclusive lock needs no shared memory, which network disks lack.
-            self._db.executescript(
-                "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
-            )
-            files.require_database_format(self._db, self._file, self.format)
-            self._db.executescript(f"BEGIN EXCLUSIVE; {self.schema} COMMIT")
             # Such files have some MB, which are read in no time.
             [(verdict,)] = self._db.execute("PRAGMA integrity_check(1)")
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(verdict.split()))
-            self._inodes = self._find_inodes()
-        except (OSError, sqlite3.Error) as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                raise DependencyLostError(
-                    f"another process uses {str(self._directory)!r}; end it, or give this one another {self.variable}"
-                ) from error
-            raise self._damage(error) or ConfigurationError(
-                f"{self.variable} {str(self._directory)!r} cannot be used: {error}; give a directory on a disk of this "
-                f"machine that can be written"
+        except sqlite3.DatabaseError as error:
+            raise self._damage(error) or error from error
+        self._inodes = self._find_inodes()
+
+
+def open_database(
+    file: Path, kind: type[OpenedT], variable: str, version: int, schema: str, loss: str, pragmas: str = ""
+) -> OpenedT:
+    """Open a service's SQLite file, or create it; what a transaction has committed survives a loss of power.
+
+    Args:
+        file: no other process can open it meanwhile.
+        kind: the class of the connection.
+        variable: the setting of the file's directory, for messages.
+        version: the version of tables and records.
+        schema: the statements that create the tables.
+        loss: the loss to the user if the file is removed, for messages.
+        pragmas: executed before any table is there.
+
+    Raises:
+        ConfigurationError: the directory cannot be used, or the file is damaged or of another version.
+        DependencyLostError: another process uses it.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(
+            file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, factory=kind
+        )
+        # The exclusive lock needs no shared memory, which network disks lack.
+        database.executescript(
+            f"{pragmas}PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
+        )
+        files.require_database_format(database, file, version)
+        database.executescript(f"BEGIN EXCLUSIVE; {schema} COMMIT")
+    except (OSError, sqlite3.Error) as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise DependencyLostError(
+                f"another process uses {str(file.parent)!r}; end it, or give this one another {variable}"
             ) from error
+        raise files.database_damage(error, file, loss) or ConfigurationError(
+            f"{variable} {str(file.parent)!r} cannot be used: {error}; give a directory on a disk of this machine "
+            f"that can be written"
+        ) from error
+    return database
 
 
 def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar, get_args
 import uvicorn
 from fastapi import FastAPI
 from pydantic import SecretStr
-from pydantic.fields import FieldInfo
 from starlette.requests import Request
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -140,7 +139,8 @@ def _add_setting_flags(
     parser: argparse.ArgumentParser, settings_class: type[Settings], short_flags: Mapping[str, str]
 ) -> list[str]:
     """Add a flag for each setting except secrets, whose values every user of the machine could read; return names."""
-    names = [name for name, field in settings_class.model_fields.items() if SecretStr not in _types(field)]
+    fields = settings_class.model_fields.items()
+    names = [name for name, field in fields if SecretStr not in (field.annotation, *get_args(field.annotation))]
     group = parser.add_argument_group("settings", "Each flag wins over the variable in its brackets.")
     # The service's own settings come before those that all services share.
     for name in sorted(names, key=lambda name: name in Settings.model_fields):
@@ -148,10 +148,6 @@ def _add_setting_flags(
         text = f"{settings_class.model_fields[name].description} [{name.upper()}]".replace("%", "%%")
         group.add_argument(*flags, f"--{name.replace('_', '-')}", dest=name, help=text, metavar="VALUE")
     return names
-
-
-def _types(field: FieldInfo) -> tuple[object, ...]:
-    return (field.annotation, *get_args(field.annotation))
 
 
 # SGLang's router tries gRPC with each new worker.

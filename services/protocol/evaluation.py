@@ -84,20 +84,13 @@ class FinishedEpisode(StrictModel):
     seed: Seed | None = None
 
 
-class Usage(WireModel):
-    """The processor cores and the bytes of memory that an environment server's process uses."""
-
-    cores: float = Field(ge=0)
-    memory_bytes: int = Field(ge=0)
-
-
 class EvaluateRequest(StrictModel):
     """Body of POST /evaluate: asks the policy for the actions for one ``state``, or for many ``states``.
 
     The head lists the sender under the name ``server``. A server that also sends an ``instance_key``, a secret that it
     has chosen, reserves its name. ``episodes`` has one entry a state. ``finished`` reports episodes that have ended;
     each is counted once, however often it is reported. A request may consist of reports alone. ``logprobs`` asks for
-    the actions' log-probabilities. ``usage`` is the sender's, for the dashboard.
+    the actions' log-probabilities.
     """
 
     policy: Name | None = None
@@ -109,7 +102,6 @@ class EvaluateRequest(StrictModel):
     episodes: list[EpisodePosition] | None = Field(default=None, max_length=MAX_STATES)
     finished: list[FinishedEpisode] = Field(default_factory=list, max_length=MAX_STATES)
     logprobs: bool = Field(default=False, exclude_if=lambda value: not value)
-    usage: Usage | None = Field(default=None, exclude_if=_is_none)
 
     @model_validator(mode="after")
     def _states_and_episodes_agree(self) -> Self:
@@ -218,7 +210,6 @@ class EnvironmentServerHealth(WireModel):
     environment: str = Field(min_length=1, max_length=100)
     pushing: bool
     instance: str = ""
-    usage: Usage | None = None
 
 
 class ResetRequest(StrictModel):

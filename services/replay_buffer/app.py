@@ -23,30 +23,8 @@ from services.core.tasks import in_background, run_until_first_ends
 from services.http.app import create_service_app
 from services.http.json_body import is_json
 from services.http.problems import ProblemError
+from services.protocol import replay as wire
 from services.protocol.groups import GroupFormatError
-from services.protocol.replay import (
-    GROUPS_TYPE,
-    AcknowledgeReply,
-    AcknowledgeRequest,
-    AddExperiencesReply,
-    AddExperiencesRequest,
-    AddGroupsReply,
-    AddGroupsRequest,
-    AdmissionReply,
-    AdmissionRequest,
-    LeaseReply,
-    LeaseRequest,
-    ReplayStats,
-    SampleExperiencesReply,
-    SampleExperiencesRequest,
-    SampleGroupsReply,
-    SampleGroupsRequest,
-    SnapshotReply,
-    SnapshotRequest,
-    UpdatePrioritiesReply,
-    UpdatePrioritiesRequest,
-    unframed,
-)
 from services.replay_buffer.database import damage
 from services.replay_buffer.fresh_queue import Admission, FreshQueue
 from services.replay_buffer.settings import ReplaySettings
@@ -65,13 +43,13 @@ MAX_BODY_BYTES = 256 * 2**20
 
 Collector = Annotated[str, Query(max_length=200)]
 
-_SCHEMA = AddGroupsRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+_SCHEMA = wire.AddGroupsRequest.model_json_schema(ref_template="#/components/schemas/{model}")
 _GROUPS_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
             "application/json": {"schema": {name: part for name, part in _SCHEMA.items() if name != "$defs"}},
-            GROUPS_TYPE: {"schema": {"type": "string", "format": "binary"}},
+            wire.GROUPS_TYPE: {"schema": {"type": "string", "format": "binary"}},
         },
     }
 }
@@ -140,7 +118,7 @@ class Buffer:
         """Return the content of GET /stats."""
         groups, experiences = len(self.store.groups), len(self.store.experiences)
         waiting, leased = self.queue.counts()
-        return ReplayStats(
+        return wire.ReplayStats(
             size=groups + experiences,
             capacity=CAPACITY,
             groups=groups,
@@ -217,27 +195,27 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
 
 def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/groups", tags=["store"], openapi_extra=_GROUPS_BODY)
-    async def post_groups(request: Annotated[AddGroupsRequest, Depends(_added)]) -> AddGroupsReply:
+    async def post_groups(request: Annotated[wire.AddGroupsRequest, Depends(_added)]) -> wire.AddGroupsReply:
         """Store groups; groups whose id is known already are left as they are."""
         return await buffer.run(lambda: buffer.store.add(request.groups, request.priorities))
 
-    @app.post("/groups/sample", response_model=SampleGroupsReply, tags=["store"])
-    async def post_sample_groups(http: Request, request: SampleGroupsRequest) -> Response:
+    @app.post("/groups/sample", response_model=wire.SampleGroupsReply, tags=["store"])
+    async def post_sample_groups(http: Request, request: wire.SampleGroupsRequest) -> Response:
         """Draw groups without replacement."""
         return _groups(http, await buffer.run(lambda: buffer.store.sample(request)))
 
     @app.post("/groups/priorities", tags=["store"])
-    async def post_priorities(request: UpdatePrioritiesRequest) -> UpdatePrioritiesReply:
+    async def post_priorities(request: wire.UpdatePrioritiesRequest) -> wire.UpdatePrioritiesReply:
         """Set the priorities of groups by id."""
         return await buffer.run(lambda: buffer.store.update_priorities(request.priorities))
 
     @app.post("/add", tags=["experiences without tokens"])
-    async def post_add(request: AddExperiencesRequest) -> AddExperiencesReply:
+    async def post_add(request: wire.AddExperiencesRequest) -> wire.AddExperiencesReply:
         """Store experiences without tokens, for clients that know no groups."""
         return await buffer.run(lambda: buffer.store.add_experiences(request.experiences))
 
-    @app.post("/sample", response_model=SampleExperiencesReply, tags=["experiences without tokens"])
-    async def post_sample(request: SampleExperiencesRequest) -> Response:
+    @app.post("/sample", response_model=wire.SampleExperiencesReply, tags=["experiences without tokens"])
+    async def post_sample(request: wire.SampleExperiencesRequest) -> Response:
         """Draw experiences without tokens: by priority (their own, else the size of their reward) or uniformly."""
         drawn = await buffer.run(lambda: buffer.store.sample_experiences(request))
         return Response(drawn, media_type="application/json")
@@ -246,8 +224,8 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
 def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/queue", tags=["queue"], openapi_extra=_GROUPS_BODY)
     async def post_queue(
-        request: Annotated[AddGroupsRequest, Depends(_added)], collector: Collector = ""
-    ) -> AddGroupsReply:
+        request: Annotated[wire.AddGroupsRequest, Depends(_added)], collector: Collector = ""
+    ) -> wire.AddGroupsReply:
         """Queue fresh groups; groups whose id is known already are left as they are.
 
         Those that were not known are no longer in flight at the ``collector`` that sends them.
@@ -258,8 +236,8 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
         await buffer.admit()
         return reply
 
-    @app.post("/queue/lease", response_model=LeaseReply, tags=["queue"])
-    async def post_lease(http: Request, request: LeaseRequest) -> Response:
+    @app.post("/queue/lease", response_model=wire.LeaseReply, tags=["queue"])
+    async def post_lease(http: Request, request: wire.LeaseRequest) -> Response:
         """Take fresh groups off the front of the queue, waiting for them if asked to."""
         deadline = time.monotonic() + request.wait_seconds
         draining: asyncio.Event = app.state.lifecycle.draining
@@ -275,14 +253,14 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             await run_until_first_ends(changed.wait(), draining.wait(), asyncio.sleep(seconds))
 
     @app.post("/queue/acknowledge", tags=["queue"])
-    async def post_acknowledge(request: AcknowledgeRequest) -> AcknowledgeReply:
+    async def post_acknowledge(request: wire.AcknowledgeRequest) -> wire.AcknowledgeReply:
         """Take a lease's groups, which were trained on, off the queue."""
         reply = await buffer.run(lambda: buffer.queue.acknowledge(request))
         await buffer.admit()
         return reply
 
     @app.post("/queue/admission", tags=["queue"])
-    async def post_admission(request: AdmissionRequest) -> AdmissionReply:
+    async def post_admission(request: wire.AdmissionRequest) -> wire.AdmissionReply:
         """Return how many more prompts a collector may take, waiting for room if asked to."""
         asking = buffer.admission.ask(request)
         draining: asyncio.Event = app.state.lifecycle.draining
@@ -291,36 +269,36 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             await run_until_first_ends(asking.admitted.wait(), draining.wait(), asyncio.sleep(request.wait_seconds))
         finally:
             buffer.admission.withdraw(asking)
-        return AdmissionReply(places=asking.places)
+        return wire.AdmissionReply(places=asking.places)
 
 
 def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/snapshots", tags=["snapshots"])
-    async def post_snapshot(request: SnapshotRequest) -> SnapshotReply:
+    async def post_snapshot(request: wire.SnapshotRequest) -> wire.SnapshotReply:
         """Save store and queue as they are now under a label."""
         return await buffer.run(lambda: buffer.snapshots.save(request.label))
 
     @app.post("/snapshots/restore", tags=["snapshots"])
-    async def post_restore(request: SnapshotRequest) -> SnapshotReply:
+    async def post_restore(request: wire.SnapshotRequest) -> wire.SnapshotReply:
         """Take store and queue back to exactly what they were."""
         reply = await buffer.run(lambda: buffer.snapshots.restore(request.label))
         buffer.wake()
         return reply
 
     @app.delete("/snapshots/{label}", tags=["snapshots"])
-    async def delete_snapshot(label: Label) -> SnapshotReply:
+    async def delete_snapshot(label: Label) -> wire.SnapshotReply:
         """Drop a snapshot; a label without a snapshot has 0 groups."""
         return await buffer.run(lambda: buffer.snapshots.drop(label))
 
 
-async def _added(http: Request) -> AddGroupsRequest:
+async def _added(http: Request) -> wire.AddGroupsRequest:
     """Return the groups of a request, packed or as JSON; this is where they are checked."""
     try:
-        if http.headers.get("content-type") == GROUPS_TYPE:
-            return AddGroupsRequest.model_validate(unframed(await http.body()))
+        if http.headers.get("content-type") == wire.GROUPS_TYPE:
+            return wire.AddGroupsRequest.model_validate(wire.unframed(await http.body()))
         if not is_json(http):
-            raise ProblemError(415, f"send the body as JSON or as {GROUPS_TYPE}, and say so by its Content-Type")
-        return AddGroupsRequest.model_validate(await http.json())
+            raise ProblemError(415, f"send the body as JSON or as {wire.GROUPS_TYPE}, and say so by its Content-Type")
+        return wire.AddGroupsRequest.model_validate(await http.json())
     except (GroupFormatError, orjson.JSONDecodeError) as error:
         raise ProblemError(400, f"the body cannot be read: {error}") from error
     except ValidationError as error:
@@ -329,6 +307,6 @@ async def _added(http: Request) -> AddGroupsRequest:
 
 def _groups(http: Request, body: bytes) -> Response:
     """Return a reply with groups as its request accepts them: packed, or as JSON."""
-    if http.headers.get("accept") == GROUPS_TYPE:
-        return Response(body, media_type=GROUPS_TYPE)
-    return Response(orjson.dumps(unframed(body), option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+    if http.headers.get("accept") == wire.GROUPS_TYPE:
+        return Response(body, media_type=wire.GROUPS_TYPE)
+    return Response(orjson.dumps(wire.unframed(body), option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")

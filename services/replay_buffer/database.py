@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.core import files
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError
+from services.http.database import open_database
 from services.http.problems import ProblemError
 from services.protocol.groups import FORMAT, GroupFormatError, check_format
 
@@ -69,12 +70,10 @@ CREATE TABLE IF NOT EXISTS leases (
 );
 """
 
-# A process that is just ending still holds the lock, and a network disk holds that of a dead machine for a while.
-LOCK_SECONDS = 20.0
-
 MAX_BYTES = 64 * 2**30
 """Largest file, beyond which additions are refused with 507, so that collectors without a trainer fill no disk."""
 _FILE = "replay-buffer.sqlite"
+_LOSS = "the groups in it are lost, and the run continues without them"
 
 # A group takes several pages of SQLite's default of 4 KiB; larger pages make fewer of them.
 _PAGE_BYTES = 16 * 2**10
@@ -83,35 +82,16 @@ _PAGE_BYTES = 16 * 2**10
 class Database(sqlite3.Connection):
     """The connection to the file, which no other process can open meanwhile. Used from one thread at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the file in ``directory``, or create it.
+    _directory: Path
 
-        A committed transaction survives the death of the process and a loss of power. The file may grow to MAX_BYTES.
-
-        Raises:
-            ConfigurationError: the directory cannot be used, or the file is damaged.
-            DependencyLostError: another process uses it.
-        """
-        self._directory = directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            super().__init__(directory / _FILE, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-            # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
-            self.executescript(
-                f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
-                "PRAGMA synchronous = FULL; PRAGMA secure_delete = OFF"
-            )
-            files.require_database_format(self, directory / _FILE, FORMAT)
-            self.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT")
-        except (OSError, sqlite3.Error) as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                raise DependencyLostError(
-                    f"another process uses {str(directory)!r}; end it, or give this one another REPLAY_DIR"
-                ) from error
-            raise damage(error, directory) or ConfigurationError(
-                f"REPLAY_DIR {str(directory)!r} cannot be used: {error}; give a directory on a disk of this machine "
-                f"that can be written"
-            ) from error
+    @classmethod
+    def open(cls, directory: Path) -> Database:
+        """Open the file in ``directory``, or create it; raises as ``open_database`` does. It may grow to MAX_BYTES."""
+        # Deleted contents need no overwriting.
+        pragmas = f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA secure_delete = OFF; "
+        database = open_database(directory / _FILE, cls, "REPLAY_DIR", FORMAT, _SCHEMA, _LOSS, pragmas)
+        database._directory = directory
+        return database
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -179,6 +159,4 @@ class Database(sqlite3.Connection):
 
 def damage(error: BaseException, directory: Path) -> ConfigurationError | None:
     """Return the error that ends the process if ``error`` says that the file is damaged, None otherwise."""
-    return files.database_damage(
-        error, directory / _FILE, "the groups in it are lost, and the run continues without them"
-    )
+    return files.database_damage(error, directory / _FILE, _LOSS)

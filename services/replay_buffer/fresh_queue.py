@@ -15,15 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 
 from services.http.problems import ProblemError
+from services.protocol import replay as wire
 from services.protocol.groups import Group
-from services.protocol.replay import (
-    AcknowledgeReply,
-    AcknowledgeRequest,
-    AddGroupsReply,
-    AdmissionRequest,
-    LeaseRequest,
-    framed,
-)
 from services.replay_buffer.store import Record, Store
 
 # Far more groups than a trainer may be behind; producers that are refused wait and try again.
@@ -56,7 +49,7 @@ class FreshQueue:
         ).fetchone()
         return leases
 
-    def enqueue(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
+    def enqueue(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> wire.AddGroupsReply:
         """Queue the groups whose id is not known yet.
 
         Raises:
@@ -79,9 +72,9 @@ class FreshQueue:
             )
         self._store.counts["enqueued"] += len(added)
         self._store.counts["duplicates"] += len(groups) - len(added)
-        return AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=self.counts()[0])
+        return wire.AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=self.counts()[0])
 
-    def lease(self, request: LeaseRequest, *, take_fewer: bool) -> bytes | None:
+    def lease(self, request: wire.LeaseRequest, *, take_fewer: bool) -> bytes | None:
         """Return a LeaseReply as framed bytes; None if fewer than ``min_groups`` wait, unless ``take_fewer``."""
         if request.starts:
             with self._store.transaction():
@@ -117,7 +110,7 @@ class FreshQueue:
             self._store.counts["dropped_stale"] += len(stale)
         return self._reply(lease_id, fresh, len(stale))
 
-    def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
+    def acknowledge(self, request: wire.AcknowledgeRequest) -> wire.AcknowledgeReply:
         """Take a lease's groups off the queue, into the store or for good.
 
         An acknowledgement after the lease has expired still counts for the groups that nobody else has leased since.
@@ -125,7 +118,7 @@ class FreshQueue:
         self.expire_due()
         lease = self._db.execute("SELECT sequences FROM leases WHERE id = ?", (request.lease_id,)).fetchone()
         if lease is None:
-            return AcknowledgeReply(acknowledged=0)
+            return wire.AcknowledgeReply(acknowledged=0)
         sequences: list[int] = json.loads(lease[0])
         with self._store.transaction():
             self._db.execute("DELETE FROM leases WHERE id = ?", (request.lease_id,))
@@ -141,7 +134,7 @@ class FreshQueue:
             else:
                 self._store.delete(record.sequence for record in acknowledged)
         self._store.counts["acknowledged"] += len(acknowledged)
-        return AcknowledgeReply(acknowledged=len(acknowledged), lost=len(sequences) - len(acknowledged))
+        return wire.AcknowledgeReply(acknowledged=len(acknowledged), lost=len(sequences) - len(acknowledged))
 
     def expire_due(self) -> None:
         """Let the groups of leases that have run out wait again, at their old places."""
@@ -183,7 +176,7 @@ class FreshQueue:
 
     def _reply(self, lease_id: str | None, sequences: Sequence[int], dropped: int) -> bytes:
         fields = {"lease_id": lease_id, "dropped_stale": dropped, "waiting": self.counts()[0]}
-        return framed(fields, self._db.groups(sequences))
+        return wire.framed(fields, self._db.groups(sequences))
 
 
 SILENT_SECONDS = 15.0
@@ -208,7 +201,7 @@ class _Collector:
 class Asking:
     """A request that waits for places."""
 
-    request: AdmissionRequest
+    request: wire.AdmissionRequest
     places: int = 0
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -233,7 +226,7 @@ class Admission:
         self._collectors = {name: collector for name, collector in self._collectors.items() if collector.until > now}
         return {name: collector.in_flight for name, collector in self._collectors.items()}
 
-    def ask(self, request: AdmissionRequest) -> Asking:
+    def ask(self, request: wire.AdmissionRequest) -> Asking:
         """Note what a collector has in flight, and put its request behind the others; drop its earlier request."""
         until = self._clock() + request.wait_seconds + SILENT_SECONDS
         self._collectors[request.collector] = _Collector(request.in_flight, until, request.source)

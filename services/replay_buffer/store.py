@@ -7,25 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import orjson
 
 from services.http.problems import ProblemError
+from services.protocol import replay as wire
 from services.protocol.groups import Group, pack
-from services.protocol.replay import (
-    AddExperiencesReply,
-    AddGroupsReply,
-    FlatExperience,
-    SampleExperiencesRequest,
-    SampleGroupsRequest,
-    SampleStrategy,
-    SnapshotReply,
-    UpdatePrioritiesReply,
-    framed,
-)
 from services.replay_buffer.database import Database
-from services.replay_buffer.priority_index import PriorityIndex
 from services.replay_buffer.settings import ReplaySettings
 
 # Only clients of the stock example add experiences without tokens, which are small: as many as groups by default.
@@ -77,7 +67,7 @@ class Store:
         self.settings = settings
         self.clock = clock
         self.counts: Counter[str] = Counter()
-        self.database = Database(settings.directory)
+        self.database = Database.open(settings.directory)
         self.load()
 
     def load(self) -> None:
@@ -107,14 +97,14 @@ class Store:
             self.load()
             raise
 
-    def add(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
+    def add(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> wire.AddGroupsReply:
         """Store the groups whose id is not known yet; without priorities they get the highest in the store."""
         with self.transaction():
             added = self.insert_new(groups, priorities)
             self.keep(added)
         self.counts["added"] += len(added)
         self.counts["duplicates"] += len(groups) - len(added)
-        return AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=len(self.groups))
+        return wire.AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=len(self.groups))
 
     def insert_new(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> list[Record]:
         """Write the contents of groups whose id is not known yet. The caller gives them a place."""
@@ -134,20 +124,20 @@ class Store:
         """Put groups into the store, from the queue or new. The oldest groups leave where the store is full."""
         self._append("store", self.groups, records, CAPACITY)
 
-    def add_experiences(self, experiences: Sequence[FlatExperience]) -> AddExperiencesReply:
+    def add_experiences(self, experiences: Sequence[wire.FlatExperience]) -> wire.AddExperiencesReply:
         """Store experiences without tokens. They have no id, so the same experience twice is two."""
         with self.transaction():
             records = [Record(self._insert(orjson.dumps(e.model_dump())), 0, _priority(e)) for e in experiences]
             self._append("experiences", self.experiences, records, EXPERIENCE_CAPACITY)
         self.counts["experiences_added"] += len(experiences)
-        return AddExperiencesReply(added=len(experiences), size=len(self.experiences))
+        return wire.AddExperiencesReply(added=len(experiences), size=len(self.experiences))
 
-    def sample(self, request: SampleGroupsRequest) -> bytes:
+    def sample(self, request: wire.SampleGroupsRequest) -> bytes:
         """Return a SampleGroupsReply as framed bytes."""
         rows = (self._find(group_id) for group_id in request.exclude)
         exclude = [position for place, _, position in filter(None, rows) if place == "store"]
         source = self._number(request.source) if request.source else None
-        if request.strategy is SampleStrategy.RECENCY:
+        if request.strategy is wire.SampleStrategy.RECENCY:
             draws = self.groups.newest(
                 request.batch_size, least_version=request.min_policy_version, exclude=exclude, source=source
             )
@@ -155,7 +145,7 @@ class Store:
             draws = self.groups.draw(
                 request.batch_size,
                 np.random.default_rng(request.seed),
-                exponent=request.exponent if request.strategy is SampleStrategy.PRIORITY else 0.0,
+                exponent=request.exponent if request.strategy is wire.SampleStrategy.PRIORITY else 0.0,
                 correction=request.correction,
                 least_version=request.min_policy_version,
                 exclude=exclude,
@@ -163,15 +153,15 @@ class Store:
             )
         self.counts["sampled"] += len(draws)
         weights = [{"priority": d.priority, "probability": d.probability, "weight": d.weight} for d in draws]
-        return framed({"draws": weights}, self.database.groups(draw.sequence for draw in draws))
+        return wire.framed({"draws": weights}, self.database.groups(draw.sequence for draw in draws))
 
-    def sample_experiences(self, request: SampleExperiencesRequest) -> bytes:
+    def sample_experiences(self, request: wire.SampleExperiencesRequest) -> bytes:
         """Return the JSON of a SampleExperiencesReply."""
         exponent = 1.0 if request.prioritized else 0.0
         draws = self.experiences.draw(request.batch_size, np.random.default_rng(request.seed), exponent=exponent)
         return b'{"experiences":[' + b",".join(self.database.contents(draw.sequence for draw in draws)) + b"]}"
 
-    def update_priorities(self, priorities: Mapping[str, float]) -> UpdatePrioritiesReply:
+    def update_priorities(self, priorities: Mapping[str, float]) -> wire.UpdatePrioritiesReply:
         """Set the priorities of groups in the store."""
         updated = 0
         with self.transaction():
@@ -184,7 +174,7 @@ class Store:
                         "UPDATE members SET priority = ? WHERE snapshot = 0 AND sequence = ?", (priority, sequence)
                     )
                     updated += 1
-        return UpdatePrioritiesReply(updated=updated, unknown=len(priorities) - updated)
+        return wire.UpdatePrioritiesReply(updated=updated, unknown=len(priorities) - updated)
 
     def delete(self, sequences: Iterable[int]) -> None:
         """Delete records from the database, and their contents unless a snapshot has them."""
@@ -216,7 +206,7 @@ class Store:
             self.counts["evicted"] += len(evicted)
 
 
-def _priority(experience: FlatExperience) -> float:
+def _priority(experience: wire.FlatExperience) -> float:
     """Return the experience's own ``priority`` if it has a valid one, else the size of its reward."""
     priority = (experience.model_extra or {}).get("priority")
     if isinstance(priority, int | float) and not isinstance(priority, bool) and 0 <= priority <= _HIGHEST_PRIORITY:
@@ -246,15 +236,15 @@ class Snapshots:
         """The labels of the snapshots, sorted."""
         return [label for (label,) in self._db.execute("SELECT label FROM snapshots WHERE id != 0 ORDER BY label")]
 
-    def save(self, label: str) -> SnapshotReply:
+    def save(self, label: str) -> wire.SnapshotReply:
         """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
         with self._store.transaction():
             self._delete(label)
             snapshot = self._db.execute("INSERT INTO snapshots (label) VALUES (?)", (label,)).lastrowid
             self._copy(0, snapshot)
-        return SnapshotReply(label=label, groups=self._groups(label))
+        return wire.SnapshotReply(label=label, groups=self._groups(label))
 
-    def restore(self, label: str) -> SnapshotReply:
+    def restore(self, label: str) -> wire.SnapshotReply:
         """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
 
         Raises:
@@ -273,14 +263,14 @@ class Snapshots:
                 "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
             )
         self._store.load()
-        return SnapshotReply(label=label, groups=self._groups(label))
+        return wire.SnapshotReply(label=label, groups=self._groups(label))
 
-    def drop(self, label: str) -> SnapshotReply:
+    def drop(self, label: str) -> wire.SnapshotReply:
         """Drop a snapshot, and the contents that were kept for it alone. A label without a snapshot has 0 groups."""
         groups = self._groups(label)
         with self._store.transaction():
             self._delete(label)
-        return SnapshotReply(label=label, groups=groups)
+        return wire.SnapshotReply(label=label, groups=groups)
 
     def _copy(self, source: int, target: int | None) -> None:
         names = {"source": source, "target": target, "newest": self._db.newest_sequence}
@@ -299,3 +289,143 @@ class Snapshots:
             (label,),
         )
         return int(rows.fetchone()[0])
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+Rows = np.ndarray[Any, np.dtype[np.void]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+_INTEGERS = ("position", "sequence", "version", "source")
+_ROW = np.dtype([*((name, np.int64) for name in _INTEGERS), ("priority", np.float64)])
+_LEAST_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A drawn record: its priority, the probability of drawing it first, and its importance weight."""
+
+    sequence: int
+    priority: float
+    probability: float
+    weight: float
+
+
+class PriorityIndex:
+    """Records in order of arrival, one row each: position, sequence number, policy version, source, priority.
+
+    ``position`` is the order of arrival and names a record. Records leave in this order, too. A draw depends on the
+    records and the seed alone, not on how the index came to hold them, so that a restarted buffer draws the same. A
+    ``source`` is a number of the caller's; methods that take one regard the records of that source alone.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, int, int, int, float]] = ()) -> None:
+        """Fill the index with rows (position, sequence, version, source, priority), sorted by position."""
+        self._rows = np.array(list(rows), _ROW)
+        self._first, self._end = 0, len(rows)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return self._end - self._first
+
+    @property
+    def _records(self) -> Rows:
+        return self._rows[self._first : self._end]
+
+    def add(self, sequence: int, version: int, priority: float, source: int = 0) -> int:
+        """Add a record at the end and return its position."""
+        kept = self._records
+        if self._end == len(self._rows):
+            self._rows = np.zeros(max(_LEAST_ROWS, 2 * len(kept)), _ROW)
+            self._rows[: len(kept)] = kept
+            self._first, self._end = 0, len(kept)
+        position = int(kept["position"][-1]) + 1 if len(kept) else 1
+        self._rows[self._end] = (position, sequence, version, source, priority)
+        self._end += 1
+        return position
+
+    def remove_oldest(self, count: int) -> list[int]:
+        """Remove the ``count`` records that came first and return their sequence numbers."""
+        sequences: list[int] = self._records["sequence"][:count].tolist()
+        self._first += len(sequences)
+        return sequences
+
+    def set_priority(self, position: int, priority: float) -> None:
+        """Change the priority of the record at ``position``."""
+        self._records["priority"][self._row_of(position)] = priority
+
+    def highest_priority(self, source: int = 0) -> float:
+        """Return the highest priority of a source's records, 1 without any."""
+        priorities = self._records["priority"][self._records["source"] == source]
+        return float(priorities.max()) if len(priorities) else 1.0
+
+    def newest_version(self) -> int | None:
+        """Return the newest policy version in the index, None in an empty one."""
+        return int(self._records["version"].max()) if len(self) else None
+
+    def newest(
+        self, count: int, *, least_version: int = 0, exclude: Iterable[int] = (), source: int | None = None
+    ) -> list[Draw]:
+        """Return the ``count`` records that came last, newest first; ``exclude`` are positions."""
+        rows = self._records[np.flatnonzero(self._qualifying(least_version, exclude, source))[-count:][::-1]]
+        return [Draw(int(row["sequence"]), float(row["priority"]), 1.0, 1.0) for row in rows]
+
+    def draw(
+        self,
+        count: int,
+        random: np.random.Generator,
+        *,
+        exponent: float,
+        correction: float = 0.0,
+        least_version: int = 0,
+        exclude: Iterable[int] = (),
+        source: int | None = None,
+    ) -> list[Draw]:
+        """Draw without replacement, with chances proportional to priority ** exponent (arXiv:1511.05952, eq. 1).
+
+        The draw is systematic (Madow 1949): records are lined up in random order, each as long as the expected number
+        of times that it is drawn, at most 1, and drawn where points at equal distances fall on them. So the chance of
+        a record to be in the draw is exactly its length P, and ``probability`` is P / count. Its ``weight`` is
+        (N P / count) ** -correction (section 3.4), divided by the expected value of that over the records that can be
+        drawn, whose number is N. With ``correction`` 1 the weighted sum over a draw is therefore an unbiased estimate
+        of ``count`` times the mean over these records, up to the cap of P at 1.
+
+        Records qualify if they are at least of ``least_version``, their position is not in ``exclude``, and they are
+        of ``source``, if one is given.
+        """
+        powers = self._records["priority"] ** exponent * self._qualifying(least_version, exclude, source)
+        rows = random.permutation(np.flatnonzero(powers))
+        count = min(count, len(rows))
+        if not count:
+            return []
+        chances = _capped(powers[rows], count)
+        points = random.random() + np.arange(count)
+        # Rounding can put a point at the very end of the sums.
+        places = np.minimum(np.searchsorted(np.cumsum(chances), points, side="right"), len(rows) - 1)
+        factors = (len(rows) * chances / count) ** -correction
+        factors /= (factors * chances).sum() / count
+        drawn = self._records[rows[places]]
+        columns = (drawn["sequence"], drawn["priority"], chances[places] / count, factors[places])
+        return [Draw(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def _qualifying(self, least_version: int, exclude: Iterable[int], source: int | None) -> Mask:
+        mask: Mask = self._records["version"] >= least_version
+        if source is not None:
+            mask &= self._records["source"] == source
+        mask[[self._row_of(position) for position in exclude]] = False
+        return mask
+
+    def _row_of(self, position: int) -> int:
+        return int(np.searchsorted(self._records["position"], position))
+
+
+def _capped(powers: Numbers, total: int) -> Numbers:
+    """Return numbers proportional to ``powers`` that add up to ``total``, except that none is above 1."""
+    chances: Numbers = powers * (total / powers.sum())
+    while (chances > 1).any():
+        full = chances >= 1
+        rest = powers[~full]
+        chances[full] = 1.0
+        chances[~full] = rest * ((total - full.sum()) / rest.sum()) if len(rest) else 0.0
+    return chances

@@ -66,7 +66,7 @@ class Rewards:
         """Return the rewards, the numbers of answers by status, and the state of judge and workers."""
         workers = {"pending": self.pool.pending, "workers_alive": self.pool.alive}
         answers = sum((scorer.counts for scorer in self.scorers.values()), Counter[str]())
-        judged = {} if self.judge is None else {"judge": self.judge.figures.counts}
+        judged = {} if self.judge is None else {"judge": self.judge.counts}
         relative = [source for source, own in self.settings.by_source().items() if own.is_relative]
         of_rewards = {"reward_fn": self.settings.all_rewards, "relative": relative, "answers": dict(answers)}
         return {**of_rewards, **judged, **workers}

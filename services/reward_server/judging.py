@@ -8,33 +8,34 @@ a score.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client import Counter as Metric
 from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.http.client import HttpClient, RequestRefusedError, text_of
-from services.protocol.chat import ChatChoice, ChatReply
+from services.http.database import Database
+from services.http.problems import ProblemError
+from services.protocol.chat import ChatChoice, ChatReply, ChatUsage
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_columns import JUDGES
 from services.reward_server import rubric as rubrics
 from services.reward_server.pool import Evaluation
 from services.reward_server.rubric import Messages, NoVerdictError, Rubric
 from services.reward_server.settings import JudgeSettings, RewardSettings
-from services.reward_server.verdicts import Figures, Verdict, Verdicts
 
 log = get_logger(__name__)
-
-Read = Callable[[ChatChoice], Verdict]
-"""Reads a verdict from a judge's answer; raises NoVerdictError."""
 
 START_SECONDS = 600.0
 """The judge may be an engine that starts at the same time."""
@@ -48,6 +49,66 @@ _FIRST_TOKEN: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs
 _TIE = 0.5
 _MAX_REASON = 500
 
+CALLS = Metric("reward_judge_calls", "Replies of the judge, usable or not.")
+TOKENS = Metric("reward_judge_tokens", "Tokens that the judge's replies cost, by kind.", ["kind"])
+HITS = Metric("reward_judge_hits", "Verdicts that were there already, or shared with an equal request under way.")
+FAILURES = Metric("reward_judge_failures", "Answers, or whole groups, without a verdict, by reason.", ["reason"])
+
+_MOST_TOKENS = 2**31
+"""No reply costs more, whatever the judge says."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Scores from 0 to 1 by name, and the judge's reasons."""
+
+    scores: dict[str, float]
+    reason: str = ""
+
+
+class Verdicts(Database):
+    """The database of the verdicts, with what each cost."""
+
+    name = "verdicts"
+    variable = "JUDGE_DIR"
+    format = 1
+    schema = """
+CREATE TABLE IF NOT EXISTS verdicts (
+    key TEXT PRIMARY KEY,         -- digest of the request
+    model TEXT NOT NULL,          -- the name that the judge answered with
+    scores TEXT NOT NULL,         -- JSON: scores by criterion, or by an answer's id
+    reason TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL,
+    made REAL NOT NULL            -- Unix seconds
+);
+"""
+    unwritten = "the reward-server cannot write its verdicts"
+    loss = "its verdicts are lost, and are paid for again"
+
+    async def find(self, key: str) -> Verdict | None:
+        """Return the verdict of a key, if it is there."""
+        rows = await self.read("SELECT scores, reason FROM verdicts WHERE key = ?", key)
+        return Verdict(json.loads(rows[0][0]), rows[0][1]) if rows else None
+
+    async def last_model(self) -> str | None:
+        """Return the name of the model that gave the newest verdict."""
+        rows = await self.read("SELECT model FROM verdicts ORDER BY rowid DESC LIMIT 1")
+        return str(rows[0][0]) if rows else None
+
+    async def keep(self, key: str, verdict: Verdict, model: str, cost: Sequence[int]) -> None:
+        """Write a verdict with its tokens of prompts and replies; on a disk that refuses, log that it is not kept."""
+        row = (key, model, json.dumps(verdict.scores), verdict.reason, *cost, time.time())
+        try:
+            await self.write(("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?)", row))
+        except ProblemError as error:
+            # The verdict is good all the same.
+            log.error("a verdict is not kept", reason=str(error.detail))
+
+
+Read = Callable[[ChatChoice], Verdict]
+"""Reads a verdict from a judge's answer; raises NoVerdictError."""
+
 
 class Judge:
     """A judge, which answers within ``serving``; all sources of a run share it, its places and its verdicts."""
@@ -60,7 +121,8 @@ class Judge:
         """
         assert settings.judge_url is not None
         self.settings = settings
-        self.figures = Figures()
+        self.counts: Counter[str] = Counter()
+        """The calls and their cost since the start of this process."""
         self._is_soft = is_soft
         self._client = HttpClient(
             settings.judge_url,
@@ -75,7 +137,7 @@ class Judge:
         self._model: str | None = None
         """The name that the judge answered with last."""
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def serving(self, seconds: float = START_SECONDS) -> AsyncIterator[None]:
         """Wait ``seconds`` for the judge, and open the verdicts; requests under way are cancelled at the end.
 
@@ -142,10 +204,27 @@ class Judge:
         It is the weighted mean over the rubric's criteria, of the verdicts or of the probabilities of "yes".
         """
         try:
-            scores, reason = await (self._soft if reward == "judge_soft" else self._by_criteria)(item, rubric)
+            if reward == "judge_soft":
+                verdict = await self._soft_verdict(item, rubric)
+            else:
+                asked = rubrics.criteria_messages(rubric, item)
+                verdict = await self._verdict(
+                    asked, lambda choice: Verdict(*rubrics.read_criteria(_text(choice), asked, rubric))
+                )
         except NoVerdictError as error:
             return self._failed(error)
-        return Evaluation(rubric.score(scores), reason=reason)
+        return Evaluation(rubric.score(verdict.scores), reason=verdict.reason)
+
+    async def _soft_verdict(self, item: RewardItem, rubric: Rubric) -> Verdict:
+        """Return the probability of "yes" by criterion, with the same as text."""
+
+        def read(choice: ChatChoice) -> Verdict:
+            return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
+
+        asked = [rubrics.soft_messages(rubric, criterion, item) for criterion in rubric.criteria]
+        verdicts = await asyncio.gather(*(self._verdict(one, read, tries=1, **_FIRST_TOKEN) for one in asked))
+        scores = {c.name: verdict.scores["yes"] for c, verdict in zip(rubric.criteria, verdicts, strict=True)}
+        return Verdict(scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items()))
 
     async def compare(self, items: Sequence[RewardItem], rubric: Rubric | None) -> list[Evaluation]:
         """Return the scores of the answers to one prompt relative to each other, in order; equal answers share one.
@@ -155,52 +234,21 @@ class Judge:
         texts = rubrics.shuffled(items[0].prompt, (item.response for item in items))
         if len(texts) == 1:
             return [Evaluation(_TIE, reason="all answers are equal")] * len(items)
+        ids = {text: str(number) for number, text in enumerate(texts, start=1)}
         try:
-            scores, reason = await self._by_text(items[0], texts, rubric)
+            asked = rubrics.group_messages(rubric, items[0], texts)
+            verdict = await self._verdict(
+                asked, lambda choice: Verdict(*rubrics.read_group(_text(choice), asked, len(texts)))
+            )
         except NoVerdictError as error:
             return [self._failed(error)] * len(items)
-        return [Evaluation(scores[item.response], reason=reason) for item in items]
+        return [Evaluation(verdict.scores[ids[item.response]], reason=verdict.reason) for item in items]
 
     def _failed(self, error: NoVerdictError) -> Evaluation:
-        self.figures.fail(error.label)
+        """Count an answer, or a group, without a verdict."""
+        FAILURES.labels(error.label).inc()
+        self.counts.update({"judge_failures": 1, f"judge_failures_{error.label}": 1})
         return Evaluation(None, error.status, str(error))
-
-    async def _by_criteria(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
-        """Return the scores by criterion, and the judge's reasons."""
-        asked = rubrics.criteria_messages(rubric, item)
-        verdict = await self._verdict(
-            asked,
-            [criterion.name for criterion in rubric.criteria],
-            lambda choice: Verdict(*rubrics.read_criteria(self._text(choice), asked, rubric)),
-        )
-        return verdict.scores, verdict.reason
-
-    async def _soft(self, item: RewardItem, rubric: Rubric) -> tuple[dict[str, float], str]:
-        """Return the probability of "yes" by criterion, and the same as text."""
-        asked = [rubrics.soft_messages(rubric, criterion, item) for criterion in rubric.criteria]
-
-        def read(choice: ChatChoice) -> Verdict:
-            return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
-
-        verdicts = await asyncio.gather(*(self._verdict(one, ["yes"], read, tries=1, **_FIRST_TOKEN) for one in asked))
-        scores = {c.name: verdict.scores["yes"] for c, verdict in zip(rubric.criteria, verdicts, strict=True)}
-        return scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items())
-
-    async def _by_text(
-        self, item: RewardItem, texts: Sequence[str], rubric: Rubric | None
-    ) -> tuple[dict[str, float], str]:
-        """Return the scores by text, and the judge's reasons, of different answers shown in the order of ``texts``."""
-        asked = rubrics.group_messages(rubric, item, texts)
-        ids = [*map(str, range(1, len(texts) + 1))]
-        verdict = await self._verdict(
-            asked, ids, lambda choice: Verdict(*rubrics.read_group(self._text(choice), asked, len(texts)))
-        )
-        return {text: verdict.scores[one] for one, text in zip(ids, texts, strict=True)}, verdict.reason
-
-    def _text(self, choice: ChatChoice) -> str:
-        if choice.finish_reason == "length":
-            raise NoVerdictError("the reply is cut off; raise `max_tokens` in JUDGE_ARGS", "truncated")
-        return choice.message.content or ""
 
     def _body(self, messages: Messages, **fields: Any) -> dict[str, Any]:
         settings = self.settings
@@ -208,12 +256,9 @@ class Judge:
         body = {"model": settings.judge_model, "messages": messages, **sampling, **fields, **settings.judge_args}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _verdict(
-        self, messages: Messages, names: Sequence[str], read: Read, *, tries: int = 2, **fields: Any
-    ) -> Verdict:
+    async def _verdict(self, messages: Messages, read: Read, *, tries: int = 2, **fields: Any) -> Verdict:
         """Return the verdict that the answer to ``messages`` is read as: kept, shared with an equal request, or new.
 
-        One that is kept must have a score for each of ``names``.
         A request runs on if nobody waits for it any more, so that its verdict is kept for the next time.
 
         Raises:
@@ -223,20 +268,18 @@ class Judge:
         key = _digest(body)
         call = self._calls.get(key)
         if call is not None:
-            self.figures.hit()
+            self._hit()
         else:
-            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, names, read, tries))
+            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, read, tries))
             call.add_done_callback(lambda _: self._calls.pop(key))
         outcome = await asyncio.shield(call)
         if isinstance(outcome, NoVerdictError):
             raise outcome
         return outcome
 
-    async def _kept_or_new(
-        self, key: str, body: dict[str, Any], names: Sequence[str], read: Read, tries: int
-    ) -> Verdict | NoVerdictError:
-        if (kept := await self._verdicts.find(key, names)) is not None:
-            self.figures.hit()
+    async def _kept_or_new(self, key: str, body: dict[str, Any], read: Read, tries: int) -> Verdict | NoVerdictError:
+        if (kept := await self._verdicts.find(key)) is not None:
+            self._hit()
             return kept
         seconds = self.settings.judge_seconds
         end = time.monotonic() + seconds
@@ -268,8 +311,7 @@ class Judge:
         while True:
             left = max(end - time.monotonic(), 0.001)
             reply = await self._client.call("POST", _PATH, ChatReply, body, deadline=left, attempt_seconds=left)
-            costs.append(self.figures.count(reply))
-            self._note_model(reply.model)
+            costs.append(self._count(reply))
             tries -= 1
             try:
                 verdict = read(reply.choices[0])
@@ -285,11 +327,25 @@ class Judge:
                 reason = verdict.reason[:_MAX_REASON].encode(errors="replace").decode()
                 return Verdict(verdict.scores, reason), (prompts, replies)
 
-    def _note_model(self, model: str) -> None:
-        """Warn if the judge answers as another model than before: a name may move to a new model during a run."""
-        if model and self._model and model != self._model:
-            log.warning("another model answers for the judge: rewards may change", before=self._model, now=model)
-        self._model = model or self._model
+    def _hit(self) -> None:
+        HITS.inc()
+        self.counts["judge_hits"] += 1
+
+    def _count(self, reply: ChatReply) -> tuple[int, int]:
+        """Count a reply, and return the tokens of its prompt and of its text.
+
+        Warns if the judge answers as another model than before: a name may move to a new model during a run.
+        """
+        usage = reply.usage or ChatUsage()
+        prompt, text = (min(max(n, 0), _MOST_TOKENS) for n in (usage.prompt_tokens, usage.completion_tokens))
+        CALLS.inc()
+        TOKENS.labels("prompt").inc(prompt)
+        TOKENS.labels("completion").inc(text)
+        self.counts.update(judge_calls=1, judge_tokens=prompt + text)
+        if reply.model and self._model and reply.model != self._model:
+            log.warning("another model answers for the judge: rewards may change", before=self._model, now=reply.model)
+        self._model = reply.model or self._model
+        return prompt, text
 
 
 def judge_of(settings: RewardSettings) -> Judge | None:
@@ -315,6 +371,12 @@ def _key(settings: JudgeSettings) -> str | None:
             f"`secrets` of reward-server in the job group's file, and launch with --secret {name}"
         )
     return None if name is None else os.environ[name]
+
+
+def _text(choice: ChatChoice) -> str:
+    if choice.finish_reason == "length":
+        raise NoVerdictError("the reply is cut off; raise `max_tokens` in JUDGE_ARGS", "truncated")
+    return choice.message.content or ""
 
 
 def _first_tokens(choice: ChatChoice) -> list[Any]:

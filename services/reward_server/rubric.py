@@ -12,14 +12,14 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from services.core.errors import ConfigurationError
 from services.protocol.base import StrictModel
@@ -56,6 +56,11 @@ def _without_lone_braces(text: str) -> str:
     return text
 
 
+def _refuse_twice(texts: Iterable[str]) -> None:
+    if twice := [text for text, number in Counter(texts).items() if number > 1]:
+        raise ValueError(f"{twice[0]} is there twice; rename or remove one")
+
+
 Text = Annotated[str, AfterValidator(_without_lone_braces)]
 
 
@@ -66,6 +71,12 @@ class Criterion(StrictModel):
     text: Text = Field(min_length=1)
     weight: float = Field(1.0, gt=0)
     choices: tuple[str, ...] = Field(YES_OR_NO, min_length=2)
+
+    @field_validator("choices")
+    @classmethod
+    def _no_choice_twice(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
+        _refuse_twice(choice.casefold() for choice in choices)
+        return choices
 
 
 class Rubric(StrictModel):
@@ -78,18 +89,11 @@ class Rubric(StrictModel):
     instruction: Text = ""
     criteria: tuple[Criterion, ...] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _nothing_occurs_twice(self) -> Self:
-        seen: set[tuple[object, str]] = set()
-        for i, criterion in enumerate(self.criteria):
-            choices = [(i, text.casefold(), ("choices", j)) for j, text in enumerate(criterion.choices)]
-            for scope, text, place in (("name", criterion.name, ("name",)), *choices):
-                if (scope, text) in seen:
-                    error = PydanticCustomError("twice", "{text} is there twice; rename or remove one", {"text": text})
-                    details = InitErrorDetails(type=error, loc=("criteria", i, *place), input=text)
-                    raise ValidationError.from_exception_data("Rubric", [details])
-                seen.add((scope, text))
-        return self
+    @field_validator("criteria")
+    @classmethod
+    def _no_name_twice(cls, criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
+        _refuse_twice(criterion.name for criterion in criteria)
+        return criteria
 
     def score(self, verdicts: Mapping[str, float]) -> float:
         """Return the weighted mean of the scores by criterion, from 0 to 1."""
@@ -209,27 +213,11 @@ def group_messages(rubric: Rubric | None, item: RewardItem, texts: Sequence[str]
 
 
 def _messages(rubric: Rubric, item: RewardItem, answers: Iterable[str], criteria: list[str], form: str) -> Messages:
-    fields = _Fields(item)
+    fields = json.loads(item.row or "{}") | {name: getattr(item, name) for name in RUBRIC_FIELDS}
     parts = [_fill(rubric.instruction, fields), _fenced("Question", item.prompt, len(item.prompt)), *answers]
     parts += ["Criteria:\n" + "\n".join(f"- {_fill(line, fields)}" for line in criteria), form]
     user = "\n\n".join(part for part in parts if part)
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
-
-
-class _Fields(dict[str, Any]):
-    """The values of placeholders: the columns of an item's row, and what every item has."""
-
-    def __init__(self, item: RewardItem) -> None:
-        row = item.row
-        super().__init__(json.loads(row) if row else {})
-        self.update({name: getattr(item, name) for name in RUBRIC_FIELDS})
-
-    def __missing__(self, name: str) -> Any:
-        raise NoVerdictError(
-            f"the rubric names {{{name}}}, which the row lacks; it has {', '.join(sorted(self))}. Write {{{{{name}}}}} "
-            "for braces",
-            "row",
-        )
 
 
 def _fill(text: str, fields: Mapping[str, Any]) -> str:
@@ -238,7 +226,13 @@ def _fill(text: str, fields: Mapping[str, Any]) -> str:
     def value(found: re.Match[str]) -> str:
         if found[1] is None:
             return found[0][0]
-        content = fields[found[1]]
+        if (name := found[1]) not in fields:
+            raise NoVerdictError(
+                f"the rubric names {{{name}}}, which the row lacks; it has {', '.join(sorted(fields))}. Write "
+                f"{{{{{name}}}}} for braces",
+                "row",
+            )
+        content = fields[name]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
     return PLACEHOLDER.sub(value, text)

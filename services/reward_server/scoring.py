@@ -63,7 +63,7 @@ class Scorer:
         self._pool = pool
         self.neural: NeuralReward | None = None
         self._judge, self._code = judge, code
-        self._verdicts: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
     async def score(
@@ -141,7 +141,7 @@ class Scorer:
                 return Evaluation(float(_MARKED.search(behind_thoughts(item.response)) is not None))
             case "reasoning_gym":
                 answer = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
-                return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth)
+                return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth, answer)
             case "judge" | "judge_soft":
                 assert self._judge is not None
                 assert self._rubric is not None
@@ -162,20 +162,17 @@ class Scorer:
         if judgement.verdict is not Verdict.UNDECIDED:
             return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
         text = response[-_SEARCHED_CHARACTERS:].strip() if judgement.answer is None else judgement.answer
-        value = self._verdicts.get((text, item.ground_truth))
+        value = self._verdicts.get(("math", text, item.ground_truth))
         if value is not None:
             return Evaluation(value, extracted=judgement.answer)
-        return self._verify(text, item.ground_truth, judgement.answer)
+        return self._ask("math", text, item.ground_truth, judgement.answer)
 
-    async def _ask(self, function: str, answer: str, ground_truth: str) -> Evaluation:
-        evaluation = await self._pool.evaluate(function, {"answer": answer, "ground_truth": ground_truth})
-        return replace(evaluation, extracted=answer)
-
-    async def _verify(self, text: str, ground_truth: str, answer: str | None) -> Evaluation:
-        evaluation = await self._pool.evaluate("math", {"answer": text, "ground_truth": ground_truth})
+    async def _ask(self, function: str, text: str, ground_truth: str, answer: str | None) -> Evaluation:
+        """Return what a worker finds of a text, in which ``answer`` stood out if it is not None."""
+        evaluation = await self._pool.evaluate(function, {"answer": text, "ground_truth": ground_truth})
         if evaluation.value is not None:
             # Completions of one prompt often agree. Only verdicts are kept, never a timeout.
-            self._verdicts[text, ground_truth] = evaluation.value
+            self._verdicts[function, text, ground_truth] = evaluation.value
             if len(self._verdicts) > _KEPT_VERDICTS:
                 self._verdicts.popitem(last=False)
         return replace(evaluation, extracted=answer)

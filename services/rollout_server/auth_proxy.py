@@ -29,8 +29,8 @@ from services.core.child import LAUNCHER_VARIABLE, end_with_launcher
 from services.core.errors import ConfigurationError, exit_code_of
 from services.engines.settings import RolloutSettings
 from services.http import problems
+from services.http.app import ServiceMiddleware
 from services.http.client import Pools
-from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import ended_before_client_left, listen, server_config
 

@@ -14,7 +14,6 @@ import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -203,8 +202,6 @@ def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int) -> 
         OSError: this machine does not have the backend; the message says why.
     """
     zygote = [interpreter.program, "-sPS", "-c", _START, str(ROOT / "services"), *interpreter.path]
-    if sys.platform != "linux":
-        raise OSError(f"it needs Linux, and this is {sys.platform}")
     if backend is BackendName.BWRAP:
         return [*_bubblewrap(interpreter, disk_mb), *zygote]
     if not kernel.landlock_version():

@@ -1,4 +1,4 @@
-"""A box: the place where untrusted code runs, with the verbs exec, write, read, run and close."""
+"""A box: the place where untrusted code runs, with the verbs exec, load, save, run and close."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Box:
             backend: what isolates it.
             interpreter: the Python of its code.
             limits: what each piece of code may take, unless it is given limits of its own.
-            writes: whether the box has a directory, which ``exec`` and ``write`` may write to.
+            writes: whether the box has a directory, which ``exec`` and ``load`` may write to.
         """
         self.backend, self._interpreter, self._limits, self._writes = backend, interpreter, limits, writes
         self._directory: str | None = None
@@ -178,16 +178,8 @@ class Box:
         variables = {**self._environment(), "HOME": self._directory or "/", **(environment or {})}
         return await self.run("exec", stdin=stdin, limits=limits, argv=list(argv), environment=variables)
 
-    async def write(self, path: str, content: bytes) -> Result:
-        """Write a file of the box; ``path`` is relative to its directory. As code would, so it cannot leave the box."""
-        return await self.run("write", stdin=content, path=path)
-
-    async def read(self, path: str) -> Result:
-        """Read a file of the box, which becomes ``stdout``; as code would, so a link cannot lead out of the box."""
-        return await self.run("read", path=path)
-
     async def load(self, files: Mapping[str, bytes]) -> Result:
-        """Write several files of the box, as ``write`` does."""
+        """Write files of the box by their paths below its directory; as code would, so that none leaves the box."""
         texts = {path: content.decode("latin-1") for path, content in files.items()}
         return await self.run("load", stdin=json.dumps(texts).encode())
 

@@ -159,7 +159,7 @@ class Box:
         sys.stderr = open(_STDERR, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         random.seed(0)
         is_answer = deed != "exec"
-        writes = deed in ("exec", "read", "write", "load", "save")
+        writes = deed in ("exec", "load", "save")
         # What the programs of an episode wrote must not become a module, or a file, of the tests.
         folder = [] if self._directory is None or deed == "asserts" else [self._directory]
         kernel.confine(
@@ -227,20 +227,11 @@ def _execute(argv: list[str], environment: dict[str, str]) -> None:
     os.execvpe(argv[0], argv, environment)
 
 
-def _write(path: str, content: bytes | None = None) -> None:
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(sys.stdin.buffer.read() if content is None else content)
-
-
-def _read(path: str) -> None:
-    with open(path, "rb") as file:
-        sys.stdout.buffer.write(file.read())
-
-
 def _load() -> None:
     for path, content in json.load(sys.stdin).items():
-        _write(path, content.encode("latin-1"))
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content.encode("latin-1"))
 
 
 def _save() -> None:
@@ -271,8 +262,6 @@ DEEDS: dict[str, Callable[..., None]] = {
     "serve": _serve,
     "asserts": _asserts,
     "exec": _execute,
-    "write": _write,
-    "read": _read,
     "load": _load,
     "save": _save,
 }

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import psutil
 
 from local_runner import processes, spec
-from local_runner.nodes import Addresses, Run
+from local_runner.nodes import Addresses, LocalRun
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State, Supervisor
 from services.core.endpoints import Task
@@ -138,7 +138,7 @@ class Cluster:
         hosts = {
             task.name: [self._host(task.name, rank) for rank in range(task.num_nodes)] for task in self.group.tasks
         }
-        self._run = Run(
+        self._run = LocalRun(
             group=self.group,
             run_id=f"{self.group.name}-{JOB}-{STARTED:%Y%m%d-%H%M%S}",
             shared_dir=self.volume,

@@ -14,7 +14,6 @@ from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.store import Store
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import BATCH, RUN, STEPS
-from tests.prompts_of_a_run import account
 
 # The limit is for a hang; a run takes some minutes.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -96,24 +95,3 @@ def test_its_clock_jumped(disturbed):
     cluster, *_ = disturbed
     times = [record["time"] for record in cluster.metrics()]
     assert abs(times[-1] - times[0] - HOUR) < HOUR / 2
-
-
-def test_an_asynchronous_run_takes_each_prompt_once_when_a_collector_is_destroyed_and_the_clock_jumps_back(
-    tiny_model, tmp_path
-):
-    two_digits = {"DATASET_CONFIG": '{"digits": [2], "template": "{a}{op}{b}="}'}
-    settings = RUN | CLOCK | two_digits | {"MAX_STALENESS": "2", "REPLAY_GROUPS": "0"}
-    nodes = {"collector": 3, "rollout-server": 1, "ppo-trainer": 1}
-    with Cluster(tmp_path, tiny_model, settings, num_nodes=nodes, job_group="jobgroups/async.yaml") as cluster:
-        cluster.wait_for_step(2)
-        (cluster.volume / "clock-jump").write_text(str(-HOUR))
-        cluster.destroy("collector-1")
-        outcome = cluster.wait()
-    assert outcome.exit_code == 0, cluster.told()
-    assert outcome.restarts == {"collector": 1}, cluster.told()
-    assert [record["step"] for record in cluster.metrics()] == list(range(1, STEPS + 1))
-    times = [record["time"] for record in cluster.metrics()]
-    assert abs(times[-1] - times[0] + HOUR) < HOUR / 2
-    counted = account(cluster.run_dir)
-    assert counted.taken >= STEPS * BATCH
-    assert (counted.doubled, counted.left_out) == (0, 0)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.run_page.directory import Run
-from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
+from services.weights.policy_store import WEIGHTS_FILE
 from tests.e2e.system import System, one_each
 from tests.prompts_of_a_run import account
 from tests.tolerance import TYPE_VARIABLES, logprob_tolerance, type_in_force
@@ -125,11 +125,6 @@ def test_each_prompt_is_taken_by_one_collector_and_none_is_left_out(interrupted:
     assert (counted.doubled, counted.left_out) == (0, 0)
 
 
-def test_both_collectors_collect(interrupted: System) -> None:
-    for number in range(COLLECTORS):
-        assert (interrupted.run_dir / "collectors" / f"{number}.json").exists()
-
-
 def test_collectors_take_no_more_prompts_than_can_be_trained_on_in_time(interrupted: System) -> None:
     # Collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer
     # than those begun after it may still come too late, as do those that a lost engine had begun.
@@ -143,13 +138,6 @@ def test_engines_compute_with_the_adapters_of_each_version_as_the_trainer_does(i
     of_newest = [record["kl_behaviour"] for record in records if record["staleness_max"] == 0]
     assert of_newest
     assert all(abs(difference) < TOLERANCE for difference in of_newest)
-
-
-def test_a_version_is_an_adapter(interrupted: System) -> None:
-    versions = [*(interrupted.run_dir / "policy").iterdir()]
-    assert versions
-    for version in versions:
-        assert {path.name for path in version.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
 
 
 def test_adapters_of_every_projection_are_trained_and_of_nothing_else(interrupted: System) -> None:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from services.core.machine import memory_directory, memory_of_run
-from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from tests.e2e.system import System, one_each
 
 # The limit is for a hang; a run takes about a minute.
@@ -31,18 +30,13 @@ FIELDS = {
 }
 
 
-def launchers(run: System) -> list[int]:
-    """Return the processes that start and watch the engines of a node."""
-    return [process.pid for process in run.processes() if "services.rollout_server" in process.cmdline()]
-
-
 @pytest.fixture(scope="module")
 def disturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
     """A run on one node that has lost its engines on the way."""
     volume = tmp_path_factory.mktemp("volume")
     run = System(volume, tiny_model, job_group="jobgroups/colocated.yaml", PROFILE_STEPS=f"{STEPS}", **FIELDS)
     run.wait_for_step(2)
-    [launcher] = launchers(run)
+    [launcher] = [process.pid for process in run.processes() if "services.rollout_server" in process.cmdline()]
     assert psutil.Process(launcher).parent().cmdline()[-2:] == ["-m", "trainer"]
     os.kill(launcher, signal.SIGKILL)
     assert run.wait() == 0, run.text
@@ -77,27 +71,3 @@ def test_a_profiled_step_shows_when_each_group_was_generated_and_scored(disturbe
     traces = [directory / "trace.json.gz", *directory.glob("engine-*/trace.json.gz")]
     assert len(traces) == 2
     assert all(b"aten::" in gzip.decompress(trace.read_bytes()) for trace in traces)
-
-
-def test_two_nodes_share_adapters_by_the_volume_and_leave_a_merged_model(tiny_model: Path, tmp_path: Path) -> None:
-    fields = {"PUBLISH_TRANSPORT": "disk", "MIN_WORKERS": "2", "LORA_RANK": "4", "MAX_STEPS": "2"}
-    fields |= {"LEARNING_RATE": "1e-3", "PUBLISH_TYPE": "float32"}
-    nodes = ("--num-nodes", "ppo-trainer=2")
-    run = System(tmp_path, tiny_model, *nodes, job_group="jobgroups/colocated.yaml", **(FIELDS | fields))
-    run.wait_for_step(1)
-    assert len(launchers(run)) == 2
-    assert run.wait() == 0, run.text
-    assert [record["workers"] for record in run.metrics()] == [2, 2]
-    for rank in (0, 1):
-        for told in ("memory released", "memory taken back"):
-            assert run.log(f"ppo-trainer-{rank}").count(told) == 2, "while the trainer trains, and at no other time"
-    assert all(abs(record["kl_behaviour"]) < 1e-4 for record in run.metrics()), "engines have the trainer's adapters"
-    for version in (run.run_dir / "policy").iterdir():
-        assert {path.name for path in version.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
-    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, run.run_dir / "model"))
-    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
-    changed = {name for name in before if not torch.equal(before[name].float(), after[name])}
-    assert {name.split(".")[-2] for name in changed} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    }
-    assert run.processes() == []

@@ -1,10 +1,7 @@
-"""Runs that cannot learn, and runs whose disk is full for a while: real processes of a whole job group."""
+"""Runs that cannot learn: real processes of a whole job group."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,41 +46,3 @@ def test_what_a_restart_would_not_change_ends_the_run_with_the_reason(
         assert "tests/e2e/rewards.py, line 6, in always_fails)" in told[0]
         assert run.summary()["status"] == "failed"
         assert said in (run.run_dir / FIRST_FAILURE).read_text()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A directory whose ``runs`` is a disk of 64 MiB."""
-    disk = tmp_path / "runs"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
-    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("only root may mount a disk")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def fill(file: Path) -> None:
-    """Take all the room that there is."""
-    try:
-        with file.open("ab", buffering=0) as stream:
-            while stream.write(bytes(1 << 16)):
-                pass
-    except OSError:
-        pass
-
-
-def test_a_disk_that_is_full_for_a_while_costs_no_step(tiny_model: Path, small_disk: Path) -> None:
-    fields = {"BATCH_SIZE": "4", "EVAL_PROMPTS": "0", "CHECKPOINT_EVERY": "1", "MAX_STEPS": "8"}
-    run = System(small_disk, tiny_model, *one_each("rollout-server", "ppo-trainer"), **fields)
-    run.wait_for_step(3)
-    other = small_disk / "runs" / "of-somebody-else"
-
-    def restarted_twice() -> bool:
-        fill(other)
-        return "ppo-trainer restarting, exit code 33; restart 2" in run.text
-
-    run.wait_until(restarted_twice, "two restarts over the full disk")
-    other.unlink()
-    assert run.wait() == 0, run.text
-    assert [record["step"] for record in run.metrics()] == list(range(1, 9))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from local_runner.train import RunError, train
-from services.core.errors import EXIT_CONFIGURATION
 from tests.e2e.system import System, grpo
 
 # The limit is for a hang; the three runs take about two minutes.
@@ -66,12 +65,6 @@ def test_a_fork_at_a_step_without_a_checkpoint_runs_its_steps_again_and_then_dif
     assert (after[1]["loss"], after[2]["loss"] != before[2]["loss"]) == (before[1]["loss"], True)
     record = json.loads((forked / "fork.json").read_text())
     assert record == {"parent": "base", "at": 1, "changes": ["LEARNING_RATE=1e-3"]}
-
-
-def test_only_a_run_that_goes_on_from_a_checkpoint_is_prepared(base: System) -> None:
-    told = grpo("fork", base.run_dir, "--at", "3", "--prepare", code=EXIT_CONFIGURATION)
-    assert "--at 2" in told
-    assert not base.run_dir.with_name("base-at-3").exists()
 
 
 def test_a_secret_is_not_in_the_record_of_a_fork(base: System) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from services.core.endpoints import PROXY_VARIABLES
 from services.core.errors import ComponentError
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine.app import create_app
 from services.engines.settings import RolloutSettings
 from services.reward_server.app import create_app as create_reward_app
 from services.reward_server.settings import RewardSettings

@@ -33,25 +33,16 @@ def model(tmp_path):
 
 def test_steps_are_read_from_names_and_order_the_curve(model):
     paths = [model(name) for name in ("checkpoint-200", "v000012", "step-000100")]
-    assert [(c.name, c.step) for c in resolve([str(p) for p in paths], None)] == [
-        ("v000012", 12),
-        ("step-000100", 100),
-        ("checkpoint-200", 200),
-    ]
+    steps = [("v000012", 12), ("step-000100", 100), ("checkpoint-200", 200)]
+    assert [(c.name, c.step) for c in resolve([str(p) for p in paths], None)] == steps
 
 
-def test_a_run_gives_what_it_published_and_its_final_model(tmp_path, model):
+@pytest.mark.parametrize(("steps", "final"), [(12, [("model", 12)]), (10, [])])
+def test_a_run_gives_what_it_published_and_its_final_model_once(tmp_path, model, steps, final):
     for name in ("run/policy/v000002", "run/policy/v000010", "run/model"):
         model(name)
-    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": 12}))
-    assert [(c.name, c.step) for c in resolve([], tmp_path / "run")] == [("v000002", 2), ("v000010", 10), ("model", 12)]
-
-
-def test_the_final_model_is_not_evaluated_twice(tmp_path, model):
-    for name in ("run/policy/v000012", "run/model"):
-        model(name)
-    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": 12}))
-    assert [c.name for c in resolve([], tmp_path / "run")] == ["v000012"]
+    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": steps}))
+    assert [(c.name, c.step) for c in resolve([], tmp_path / "run")] == [("v000002", 2), ("v000010", 10), *final]
 
 
 def test_directories_of_one_name_are_told_apart_by_those_above(model):

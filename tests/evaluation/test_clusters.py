@@ -8,9 +8,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -116,50 +114,6 @@ def _command_line(process: psutil.Process) -> list[str]:
         return [*process.cmdline(), process.environ().get("SHARED_DIR", "")]
     except psutil.Error:
         return []
-
-
-class FakeRay(ModuleType):
-    """As much of Ray as the scheduler uses."""
-
-    def __init__(self) -> None:
-        super().__init__("ray")
-        self.started: list[tuple[Any, int, str]] = []
-        self.stopped, self.is_up = 0, False
-
-    def init(self, **_: Any) -> None:
-        self.is_up = True
-
-    def shutdown(self) -> None:
-        self.is_up = False
-
-    def get(self, value: Any) -> Any:
-        return value
-
-    def wait(self, values: list[Any], num_returns: int, timeout: float) -> None:
-        assert len(values) == num_returns
-
-    def remote(self, **_: Any) -> Callable[[type], SimpleNamespace]:
-        return lambda _: SimpleNamespace(remote=self.actor)
-
-    def actor(self, variables: Any, rank: int, router: str) -> SimpleNamespace:
-        self.started.append((variables, rank, router))
-
-        def stop() -> None:
-            self.stopped += 1
-
-        named = {"router": lambda: "a:1", "exit_code": lambda: 33, "stop": stop}
-        return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in named.items()})
-
-
-def test_nodes_on_ray_get_the_first_ones_router_and_end_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    assert clusters.run_on_ray(tmp_path, 3, 1, {"A": "b"}) == 33
-    assert ray.started == [({"A": "b"}, 0, ""), ({"A": "b"}, 1, "a:1"), ({"A": "b"}, 2, "a:1")]
-    assert (tmp_path / clusters.ADDRESS).read_text() == "a:1"
-    assert (ray.stopped, ray.is_up) == (3, False)
 
 
 @pytest.mark.slow

@@ -7,44 +7,30 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
-import httpx
 import numpy as np
 import psutil
 import pytest
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 
-from evaluation import policy as policy_module
 from evaluation.episodes import TRIES, LocalArena, OpenArena, open_arena, play_seeds
 from evaluation.policy import EPISODES, RESULTS, Options, evaluate
 from services.clients.play import Decision, Episode
 from services.core.errors import ConfigurationError
-from services.evaluation_head.app import create_app
-from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import StepResult, StepStatus
 from tests.evaluation import trajectory_policies
 from tests.evaluation.deadly_environment import KILLS_ALWAYS, KILLS_ONCE, MARKS
-from tests.ports import free_port
 from tests.services.evaluation_head import policies
-from tests.services.run_page.serving import served, served_ready
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
+from tests.waiting import LIMIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 MINE = "tests.evaluation.trajectory_policies"
 DEADLY = "tests.evaluation.deadly_environment:Deadly-v0"
 ODD = "tests.services.environment_server.odd_environments:Odd/"
 POLICIES = f"left={MINE}:left,lean={MINE}:lean,wrong={MINE}:wrong,fails={MINE}:optimal"
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[str]:
-    with served_ready(create_app(HeadSettings(head_policies=POLICIES.replace(",", " ")))) as url:
-        yield url
 
 
 def run(save_to: Path, **options: Any) -> dict[str, Any]:
@@ -90,17 +76,12 @@ def test_a_torch_policy_is_loaded_and_its_version_is_recorded(tmp_path: Path) ->
     assert (results["policy_versions"], len(results["episodes"])) == ([3], 4)
 
 
-def test_episodes_played_together_or_with_a_head_are_those_played_one_by_one(tmp_path: Path, head: str) -> None:
-    alone, *others = (
-        run(tmp_path / str(n), episodes=6, episodes_at_once=n, **options)["episodes"]
-        for n, options in ((1, {}), (3, {}), (2, {"policies": None, "url": head}))
-    )
+def test_episodes_played_together_are_those_played_one_by_one(tmp_path: Path) -> None:
+    alone, together = (run(tmp_path / str(n), episodes=6, episodes_at_once=n)["episodes"] for n in (1, 3))
     assert len({episode["steps"] for episode in alone}) > 1, "they end at different steps"
-    for episode in (*alone, *others[0], *others[1]):
+    for episode in (*alone, *together):
         del episode["seconds"]
-    assert others == [alone] * 2
-    stats = httpx.get(f"{head}/stats", timeout=IDLE_SECONDS, trust_env=False).json()
-    assert (stats["episodes"]["active"], stats["episodes"]["finished"]) == (0, 6)
+    assert alone == together
 
 
 class Fragile(LocalArena):
@@ -206,10 +187,8 @@ def test_a_signal_ends_all_and_the_same_command_continues(tmp_path: Path) -> Non
     assert returns_of(results) == {seed: return_of(seed, "lean") for seed in range(8)}
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "START_SECONDS", 0.5)
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     policies.publish_times(tmp_path / "times", 1)
-    at_head: dict[str, Any] = {"policies": None, "url": head}
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"policy": "other"}, "--policy is 'other'; --policies has left, lean, wrong, fails"),
         ({"policy": "wrong"}, "no episode ended: the action is 99"),
@@ -219,35 +198,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, head: str, monkeypatch: py
         ({"environment": "NoSuchGame-v0"}, "NoSuchGame"),
         ({"environment": "nim"}, "nim has 2 seats"),
         ({"environment": f"{ODD}Unborn-v0"}, "no world today"),
-        ({**at_head, "policy": "other"}, "--policy is 'other'; the head at http.* has left, lean, wrong, fails"),
-        ({**at_head, "url": "localhost:8080"}, "--eval-head-url is 'localhost:8080'"),
-        ({**at_head, "url": f"http://127.0.0.1:{free_port()}"}, "--eval-head-url .* did not answer"),
-        ({**at_head, "url": None}, "--eval-head-url"),
-        ({"url": head}, "--eval-head-url"),
+        ({"policies": "far=head+http://127.0.0.1:8080"}, "HEAD_POLICIES"),
     ]
     for options, says in refusals:
         with pytest.raises(ConfigurationError, match=says):
             run(tmp_path / "out", **options)
-
-
-def test_a_server_that_is_not_a_head_and_a_head_with_a_token_are_refused(tmp_path: Path) -> None:
-    other = FastAPI()
-    other.get("/stats")(lambda: {"service": "data-server"})
-    with served(other) as url, pytest.raises(ConfigurationError, match="HeadStats"):
-        run(tmp_path, policies=None, url=url)
-    app = create_app(HeadSettings(head_policies=f"left={MINE}:left", jobgroup_token="secret"))
-    with served_ready(app) as url, pytest.raises(ConfigurationError, match="401"):
-        run(tmp_path, policies=None, url=url)
-
-
-def test_a_head_that_refuses_a_state_loses_the_episode_and_one_that_refuses_the_player_the_run(tmp_path: Path) -> None:
-    for status, says in ((422, "no episode ended: .*refuses: no"), (409, "409")):
-        app = FastAPI()
-        app.get("/stats")(lambda: {"service": "evaluation-head", "policies": [{"name": "a"}]})
-
-        @app.post("/evaluate")
-        async def refuse(status: int = status) -> JSONResponse:
-            return JSONResponse({"detail": "no"}, status)
-
-        with served(app) as url, pytest.raises(ConfigurationError, match=says):
-            run(tmp_path / str(status), policies=None, url=url)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from evaluation.report import Results
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine.app import create_app
 from services.engines.settings import RolloutSettings
 from tests.evaluation.gsm8k_rows import COUNTS, ROWS
 from tests.services.run_page.serving import served_ready

@@ -33,8 +33,8 @@ def sample(index: int, reward: float | None = 1.0, kind: Kind = Kind.SAMPLED) ->
 
 def test_added_samples_are_there_the_next_time(tmp_path):
     with open_store(tmp_path, WHO) as store:
-        store.add([sample(0), sample(1, None)])
-        store.add([sample(0, kind=Kind.GREEDY)])
+        store.add([sample(0, 0.0), sample(1, None)])
+        store.add([sample(0), sample(0, kind=Kind.GREEDY)])  # a later line of a sample wins
         assert store.samples.keys() == {("p", Kind.SAMPLED, 0), ("p", Kind.SAMPLED, 1), ("p", Kind.GREEDY, 0)}
         written = dict(store.samples)
     with open_store(tmp_path, WHO) as store:
@@ -67,14 +67,6 @@ def test_a_full_disk_is_named_with_what_to_do_and_keeps_what_was_written(tmp_pat
         assert len(store.samples) == 1
 
 
-def test_a_later_line_of_the_same_sample_wins(tmp_path):
-    with open_store(tmp_path, WHO) as store:
-        store.add([sample(0, None)])
-        store.add([sample(0, 1.0)])
-    with open_store(tmp_path, WHO) as store:
-        assert [s.is_correct for s in store.samples.values()] == [True]
-
-
 def test_samples_of_another_evaluation_are_refused_with_the_difference(tmp_path):
     with open_store(tmp_path, WHO) as store:
         store.add([sample(0)])
@@ -95,23 +87,12 @@ def test_an_evaluation_that_made_nothing_binds_nobody(tmp_path):
     assert json.loads((tmp_path / IDENTITY).read_text()) == {"weights": "other"}
 
 
-def test_two_at_once_are_refused(tmp_path):
-    with (
-        open_store(tmp_path, WHO),
-        pytest.raises(ConfigurationError, match="another process writes"),
-        open_store(tmp_path, WHO),
-    ):
-        pass
-
-
-def test_a_file_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / SAMPLES).write_text('{"step": 1}\n')
-    with pytest.raises(ConfigurationError, match=r"line 1, is not a sample"), open_store(tmp_path, WHO):
-        pass
-    assert (tmp_path / SAMPLES).read_text() == '{"step": 1}\n'
-
-
-def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+def test_a_directory_that_is_in_use_or_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / SAMPLES).write_text('{"step": 1}\n')
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="--output"), open_store(tmp_path / "file", WHO):
-        pass
+    with open_store(tmp_path, WHO):
+        for name, said in (".", "another process writes"), ("other", "line 1, is not a sample"), ("file", "--output"):
+            with pytest.raises(ConfigurationError, match=said), open_store(tmp_path / name, WHO):
+                pass
+    assert (tmp_path / "other" / SAMPLES).read_text() == '{"step": 1}\n'

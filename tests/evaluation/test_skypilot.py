@@ -17,7 +17,6 @@ from evaluation.plan import Plan, Scheduler, ServerOptions
 from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
 from evaluation.settings import EvaluationSettings
-from local_runner import spec
 from services.core.errors import EXIT_FAILED, EXIT_RECOVERABLE
 from tests.evaluation.conftest import ARITHMETIC
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
@@ -54,16 +53,6 @@ def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation():
     # A recovered evaluation goes on from the samples on the volume.
     assert tasks["evaluate"]["volumes"] == {"/shared": skypilot_facts()["volume"]["name"]}
     assert tasks["evaluate"]["envs"]["EVAL_OUTPUT"].startswith("/shared/")
-
-
-def test_nothing_in_it_is_unknown_misspelt_repeated_or_secret():
-    group = spec.load(YAML)
-    documents = list(yaml.safe_load_all(YAML.read_text()))[1:]
-    assert [task.name for task in group.tasks] == [document["name"] for document in documents]
-    for document in documents:
-        assert all(not value for value in document["secrets"].values())
-        assert document["setup"].startswith("set -euo pipefail\n")
-        assert document["run"].startswith("set -euo pipefail\npython -m ")
 
 
 def test_its_servers_are_those_of_training():

@@ -20,14 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from evaluation import episodes
-from evaluation.shards import lineups_of
-from evaluation.trajectories import METHOD, Options, bradley_terry, generate
+from evaluation.trajectories import METHOD, Options, bradley_terry, generate, lineups_of
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head.app import create_app as create_head
-from services.evaluation_head.policy import PolicyFailedError
-from services.evaluation_head.settings import HeadSettings
+from services.evaluation_head.policies import PolicyFailedError
 from tests.pages import grpo_command
 from tests.services.environment_server import odd_environments
 from tests.services.evaluation_head import policies
@@ -214,13 +211,6 @@ def test_a_server_plays_the_same_episodes(tmp_path: Path, environment: str) -> N
         run(tmp_path / "there", given, None, server=url)
         with pytest.raises(ConfigurationError, match=f"has '{environment}', --environment is 'Other-v0'"):
             run(tmp_path / "other", given, "Other-v0", server=url)
-    assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
-
-
-def test_a_policy_of_a_head_gives_versions_and_log_probabilities(tmp_path: Path, wobbles: Path) -> None:
-    with served_ready(create_head(HeadSettings(head_policies=f"w={wobbles}"))) as url:
-        run(tmp_path / "there", f"wobbles=head+{url}#w")
-    run(tmp_path / "here", f"wobbles={wobbles}")
     assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from local_runner import checks, run
-from local_runner.nodes import Addresses, Run
+from local_runner.nodes import Addresses, LocalRun
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
 from services.reward_server import judging
@@ -232,7 +232,7 @@ def test_a_module_is_asked_in_a_process_with_the_variables_of_a_node(tmp_path, m
     monkeypatch.chdir(tmp_path)
     Path("asked.py").write_text(f"import os\nassert os.environ['SKYPILOT_NODE_RANK'] == '0'\n{module}\n")
     task = TaskSpec("reward-server", "")
-    run = Run(JobGroup("group", (task,)), "run-1", tmp_path, Addresses({task.name: ["127.0.0.1"]}, {}))
+    run = LocalRun(JobGroup("group", (task,)), "run-1", tmp_path, Addresses({task.name: ["127.0.0.1"]}, {}))
     if "600" in module:
         with pytest.raises(TimeoutError, match="asked takes more than 1 s"):
             checks.ask(run, task, "asked", seconds=1)

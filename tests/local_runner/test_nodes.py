@@ -15,15 +15,13 @@ import pytest
 from rich.console import Console
 
 from local_runner import checks, nodes, spec
-from local_runner.nodes import Addresses, Run
+from local_runner.nodes import Addresses, LocalRun
 from local_runner.run import _show_nodes
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import endpoints
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.machine import visible_gpus
-from services.engines.settings import RolloutSettings
-from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 GROUP = JobGroup(
@@ -91,9 +89,9 @@ def test_components_find_each_other_by_the_variable_of_addresses(monkeypatch):
         assert f"{bound.host}:{bound.port}" == addresses.find("rollout-server", 1, 30001)
 
 
-def run_of(*tasks: TaskSpec, gpus=()) -> Run:
+def run_of(*tasks: TaskSpec, gpus=()) -> LocalRun:
     hosts = {task.name: [f"127.1.1.{rank + 2}" for rank in range(task.num_nodes)] for task in tasks}
-    return Run(JobGroup("group", tasks), "run-1", Path("/data/volume"), Addresses(hosts, {}), gpus, "mark")
+    return LocalRun(JobGroup("group", tasks), "run-1", Path("/data/volume"), Addresses(hosts, {}), gpus, "mark")
 
 
 def variables(task: TaskSpec, rank: int = 0, **options) -> dict[str, str]:
@@ -253,56 +251,36 @@ def test_engines_and_trainer_share_all_gpus_of_a_machine_and_find_each_other():
             assert endpoints.endpoint(Task.ROLLOUT_SERVER).url == f"http://{addresses.find('ppo-trainer', 0, 30000)}"
 
 
-SHARES = {"ENGINE_SLEEPS": "false", "PUBLISH_TRANSPORT": "local"}
+COLOCATED, AGENT = "jobgroups/colocated.yaml", {"AGENT": "mine:solve", "ROLLOUT": "agent"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "refusal"),
-    [
-        (SHARES | {"CUDA_VISIBLE_DEVICES": "0,1"}, None),
-        (SHARES, "ppo-trainer GPU 0 and rollout-server GPU 1: .* give --small --env CUDA_VISIBLE_DEVICES=0,1"),
-        (SHARES | {"PUBLISH_TRANSPORT": "broadcast"}, None),
-    ],
-)
-def test_engines_and_trainer_that_share_memory_have_the_same_gpus(variables, refusal):
-    group = load("jobgroup.yaml", variables, other_nodes=1)
-    trainer, rollout = (next(t for t in group.tasks if t.name == name) for name in ("ppo-trainer", "rollout-server"))
-    transport = TrainerSettings.load(publish_transport=variables["PUBLISH_TRANSPORT"])
-    loaded = [(trainer, None, transport), (rollout, None, RolloutSettings.load())]
-    with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
-        checks.check_shared_gpus(run_of(*group.tasks, gpus=("0", "1")), loaded)
-
-
-COLOCATED = "jobgroups/colocated.yaml"
-
-
-@pytest.mark.parametrize(
-    ("file", "variables", "refusal"),
-    [
-        ("jobgroup.yaml", {"COLOCATE": "true", "ENGINE_SLEEPS": "true"}, "has a rollout-server"),
-        (COLOCATED, {"COLOCATE": "false"}, "COLOCATE is false, but job group grpo has no"),
-        (COLOCATED, {"ENGINE_SLEEPS": "false"}, "COLOCATE is set, but ENGINE_SLEEPS is not"),
-        (COLOCATED, {"MODE": "async"}, "MODE=async"),
-        (COLOCATED, {"LORA_RANK": "8"}, "set PUBLISH_TRANSPORT=broadcast"),
-    ],
-)
-def test_engines_on_the_trainers_nodes_need_a_group_and_settings_that_fit(file, variables, refusal):
-    group = load(file, variables)
-    with pytest.raises(ConfigurationError, match=refusal):
-        checks.check_services(checks.load_all(run_of(*group.tasks)), group)
+def test_engines_and_trainer_that_share_gpus_need_settings_that_fit():
+    for file, variables, named in (
+        ("jobgroup.yaml", {"ENGINE_SLEEPS": "false", "PUBLISH_TRANSPORT": "local"}, "CUDA_VISIBLE_DEVICES=0,1"),
+        ("jobgroup.yaml", {"COLOCATE": "true", "ENGINE_SLEEPS": "true"}, "COLOCATE is true"),
+        (COLOCATED, {"COLOCATE": "false"}, "COLOCATE is false"),
+        (COLOCATED, {"ENGINE_SLEEPS": "false"}, "ENGINE_SLEEPS"),
+        (COLOCATED, {"MODE": "async"}, "MODE"),
+        (COLOCATED, {"LORA_RANK": "8"}, "PUBLISH_TRANSPORT"),
+        (COLOCATED, {}, None),
+    ):
+        group = load(file, variables, other_nodes=1)
+        run = run_of(*group.tasks, gpus=("0", "1"))
+        with nullcontext() if named is None else pytest.raises(ConfigurationError, match=named):
+            loaded = checks.load_all(run)
+            checks.check_shared_gpus(run, loaded)
+            checks.check_together(loaded, group)
 
 
 def test_a_gateway_that_looks_for_engines_elsewhere_is_refused():
-    agent = {"AGENT": "mine:solve"}
-    given = {"COLOCATE": "true", "ENGINE_SLEEPS": "true", "PUBLISH_TRANSPORT": "disk", "ROLLOUT": "agent"}
-    colocated = load(COLOCATED, given | agent)
-    [gateway] = [task for task in load("jobgroups/agent.yaml", agent).tasks if task.name == "gateway"]
+    colocated = load(COLOCATED, {"ENGINE_SLEEPS": "true", "PUBLISH_TRANSPORT": "disk"} | AGENT)
+    [gateway] = [task for task in load("jobgroups/agent.yaml", AGENT).tasks if task.name == "gateway"]
     for variables, refusal in ({}, "but not for gateway"), ({"COLOCATE": "true"}, None):
         task = replace(gateway, environment={**gateway.environment, **variables})
         group = replace(colocated, tasks=(*colocated.tasks, task))
         loaded = checks.load_all(run_of(*group.tasks))
         with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
-            checks.check_services(loaded, group)
+            checks.check_together(loaded, group)
 
 
 def test_the_nodes_of_one_machine_keep_its_cache_of_models(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,31 +12,7 @@ import psutil
 import pytest
 
 from local_runner.processes import MARK, end, marked
-from tests.waiting import IDLE_SECONDS, wait_until
-
-# The tests' own shell may ignore these signals, as it does for jobs in the background and under nohup.
-PARENT = """
-import signal, sys
-from local_runner.processes import running
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-with running([sys.executable, "-c", sys.argv[1]]) as process:
-    process.wait()
-"""
-RUNNER = """
-import signal, sys, time
-from pathlib import Path
-
-def stop(number, frame):
-    signal.signal(number, lambda number, frame: sys.exit(Path("told again").touch()))
-    Path("asked").touch()
-
-signal.signal(signal.SIGINT, stop)
-Path("started").touch()
-time.sleep(60)
-time.sleep(60)
-"""
+from tests.waiting import wait_until
 
 RUN = f"run-{os.getpid()}"
 MARKED = os.environ | {MARK: f"{RUN}/data-server-0"}
@@ -78,16 +53,3 @@ def test_what_does_not_end_when_asked_is_killed_after_a_time_or_in_a_hurry(
         wait_until((tmp_path / "started").exists)
         end([f"{RUN}/data-server-0"], grace_seconds, hurry)
     assert process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_whatever_ends_a_command_stops_its_run_and_a_second_time_at_once(tmp_path: Path, number: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, RUNNER], cwd=tmp_path, stderr=subprocess.PIPE) as parent:
-        try:
-            for file in ("started", "asked"):
-                wait_until((tmp_path / file).exists, file)
-                parent.send_signal(number)
-            parent.wait(IDLE_SECONDS)
-        finally:
-            parent.kill()
-    assert (tmp_path / "told again").exists()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from local_runner import spec
 from services.run_page.directory import Run
 from tests.local_runner.machine import Command, Node, exits, stays
 from tests.local_runner.runner import HEADER, Runner, is_running, task
@@ -242,15 +241,3 @@ def test_a_hang_up_ends_a_run_except_under_nohup(tmp_path, is_ignored, code):
     if is_ignored:
         (tmp_path / "go").touch()
     assert runner.end().exit_code == code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "starts", "code"), [("exit 78", 1, 78), ("bash -c 'kill -9 $$'", 4, 137)])
-def test_commands_of_the_job_groups_restart_after_crashes_and_not_after_wrong_settings(tmp_path, command, starts, code):
-    group = spec.load(Path(__file__).parents[2] / "jobgroup.yaml")
-    [trainer] = [one for one in group.tasks if one.is_primary]
-    end = trainer.run.partition("||")[2].strip()
-    fields = {"job_recovery": {"recover_on_exit_codes": sorted(trainer.recover_on_exit_codes)}}
-    ended = Runner(tmp_path, task(TRAINER, f"echo x >> starts; ({command}) || {end}", resources=fields)).end()
-    assert ended.exit_code == code
-    assert len((tmp_path / "starts").read_text().split()) == starts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from local_runner.nodes import Addresses, Run, node_environment
+from local_runner.nodes import Addresses, LocalRun, node_environment
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import LOST_NODES, PRIMARY_STOP_SECONDS, Outcome, Supervisor
 from tests.local_runner.machine import Command, Machine, exits, in_no_time, stays, traps
@@ -36,7 +36,7 @@ class Supervised:
             for name in commands
         )
         hosts = {task.name: ["127.0.0.1"] * task.num_nodes for task in tasks}
-        run = Run(JobGroup("group", tasks), "test", directory, Addresses(hosts, {}), mark="mark")
+        run = LocalRun(JobGroup("group", tasks), "test", directory, Addresses(hosts, {}), mark="mark")
         self.machine = Machine(commands)
         self.said: list[str] = []
         """The state of a node or task, and why, as they were reported."""

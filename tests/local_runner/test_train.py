@@ -24,8 +24,6 @@ from services.core.processes import stop_signals
 from services.run_page.directory import Run as Files
 from tests.local_runner.conftest import Here
 from tests.local_runner.machine import Command, Node, exits, stays, traps
-from tests.local_runner.runner import HEADER, is_running, task
-from tests.waiting import bytes_in, wait_until
 
 TRAINER = "ppo-trainer"
 SUMS = [{"question": f"{a}+1=", "answer": f"{a + 1}"} for a in (1, 2, 3)]
@@ -200,21 +198,6 @@ def test_an_interrupted_run_stops_in_order_and_then_interrupts_the_program(here:
     assert saved == ["saved"]
     assert Files(Path("runs/mine")).outcome["reason"] == "stopped by SIGINT"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-KILLED = "from local_runner.train import train\ntrain(job_group='group.yaml', run_id='mine')"
-
-
-def test_a_killed_program_leaves_no_process_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    serves = "sleep 600 & echo $$ $! > pids.tmp; mv pids.tmp pids; wait"
-    Path("group.yaml").write_text(HEADER + task(TRAINER, "exec sleep 600") + task("reward-server", serves))
-    with Path("output.txt").open("w") as output:
-        program = subprocess.Popen([sys.executable, "-c", KILLED], stdout=output, stderr=output)
-    wait_until(Path("pids").exists, "the start", progress=lambda: bytes_in(tmp_path))
-    program.kill()
-    program.wait()
-    wait_until(lambda: not any(map(is_running, map(int, Path("pids").read_text().split()))), "the end of the run")
 
 
 async def checkpoints(node: Node) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from local_runner.launch import Launch, next_commands
-from local_runner.nodes import Addresses, Run
+from local_runner.nodes import Addresses, LocalRun
 from local_runner.run import _show_end
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
@@ -81,7 +81,7 @@ def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeyp
     tasks = [TaskSpec(name, "") for name in ("ppo-trainer", "reward-server", "data-server")]
     run = run_of(*tasks)
     ports = {"ppo-trainer-0:8004": "t:1", "reward-server-0:8002": "r:1", "data-server-0:8000": "d:1"}
-    run = Run(run.group, run.run_id, run.shared_dir, Addresses(run.addresses.hosts, ports), run.gpus, run.mark)
+    run = LocalRun(run.group, run.run_id, run.shared_dir, Addresses(run.addresses.hosts, ports), run.gpus, run.mark)
     console = Console(file=io.StringIO(), width=80)
     with View(run, console, live=False) as shown:
         for task in tasks:
@@ -157,7 +157,7 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
     run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, tmp_path, run.addresses)
+    run = LocalRun(run.group, run.run_id, tmp_path, run.addresses)
     (run.run_dir / "model").mkdir(parents=True)
     (run.run_dir / "metrics.jsonl").write_text('{"step": 2, "reward_mean": 1}\n')
     console = terminal(80)
@@ -181,7 +181,7 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_ca
 def after(launch: Launch, exit_code: int, directory: Path, *tasks: TaskSpec, has_checkpoint: bool = True) -> dict:
     """Return the commands, by purpose, at the end of a run in ``directory`` that has a model if it succeeded."""
     group = run_of(*(tasks or [TaskSpec("ppo-trainer", "")]))
-    run = Run(group.group, group.run_id, directory, group.addresses)
+    run = LocalRun(group.group, group.run_id, directory, group.addresses)
     for made in ["model"] * (not exit_code) + ["checkpoints/step-000004"] * has_checkpoint:
         (run.run_dir / made).mkdir(parents=True)
     summary = {"status": "failed" if exit_code else "succeeded", "steps": 4}

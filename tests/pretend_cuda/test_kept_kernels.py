@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.pretend_cuda.learner import packed_sequences
 from trainer.config import TrainerSettings
 from trainer.model.attention import KERNEL_OPTIONS
-from trainer.model.kernels import KeptKernels
+from trainer.rank_calls import KeptKernels
 
 pytestmark = pytest.mark.cuda
 

@@ -18,9 +18,8 @@ from tests.pretend_cuda.learner import (
     tracked_pass,
     without_compilation,
 )
-from trainer.capacity.catalogue import CONFIGS
 from trainer.capacity.need import CUDA_CONTEXT, needed, stored_bytes, uncompiled_layer_bytes
-from trainer.capacity.shape import ModelShape
+from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing

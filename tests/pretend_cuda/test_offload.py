@@ -20,9 +20,8 @@ from tests.pretend_cuda.learner import (
 from tests.pretend_cuda.seen import Seen
 from tests.pretend_cuda.test_memory import RANKS, SEQUENCE, TOKENS, with_layers
 from tests.pretend_cuda.test_step import is_copy_to_the_device
-from trainer.capacity.catalogue import CONFIGS
 from trainer.capacity.need import CUDA_CONTEXT, needed, uncompiled_layer_bytes
-from trainer.capacity.shape import ModelShape
+from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
 

@@ -27,9 +27,8 @@ from tests.pretend_cuda.learner import (
     without_compilation,
 )
 from tests.pretend_cuda.test_memory import DEPTHS, with_layers
-from trainer.capacity.catalogue import CONFIGS
 from trainer.capacity.need import BETWEEN_STEPS, needed, uncompiled_layer_bytes
-from trainer.capacity.shape import ModelShape
+from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import work_of
 from trainer.config import TrainerSettings
 from trainer.model.sharding import leave_gpu

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.pretend_cuda.compiled import compiled_alone, moved_by
+from tests.pretend_cuda.compiled import moved_by
 from tests.pretend_cuda.seen import Seen
 from trainer.model import logprobs
-from trainer.model.logprobs import _differentiate, _fused, _normalise, chunk_states, token_logprobs
+from trainer.model.logprobs import _differentiate, _normalise, token_logprobs
 
 pytestmark = pytest.mark.cuda
 
@@ -36,11 +32,6 @@ def test_the_gradient_of_the_output_embedding_is_rewritten_a_few_times_a_micro_b
     assert largest <= torch.cuda.get_device_properties(0).total_memory / 32
 
 
-def test_a_chunk_has_2048_states_however_large_the_vocabulary() -> None:
-    assert chunk_states(10**9, torch.device("cuda", 0)) == 2048
-    assert chunk_states(QWEN, torch.device("cuda", 0)) > 4096
-
-
 def test_the_arithmetic_over_the_logits_is_one_kernel_forward_and_one_backward() -> None:
     rows = 4096
     with FakeTensorMode(), torch.device("cuda"):
@@ -49,22 +40,3 @@ def test_the_arithmetic_over_the_logits_is_one_kernel_forward_and_one_backward()
         backward = moved_by(_differentiate, logits, numbers, numbers, (numbers, numbers), None)
     # One kernel each, which writes them in place: no array of probabilities is ever written down.
     assert [moved / logits.nbytes for moved in (*forward, *backward)] == pytest.approx([2, 2], abs=0.01)
-
-
-def test_the_kernels_read_and_write_logits_16_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    _fused.cache_clear()
-
-    def widest(name: str, function: Any, *arguments: Any) -> set[str]:
-        """Compile a function, and return the kinds of its widest accesses, in any of its kernels' variants."""
-        with compiled_alone():
-            _fused(function, torch.device("cuda", 0))(*arguments)
-        code = [path.read_text() for path in (tmp_path / "triton").rglob(f"*{name}*.ptx")]
-        return set(re.findall(r"(ld|st)\.global\S*\.v4\.b32", "".join(code)))
-
-    with torch.device("cuda"):
-        logits, numbers = torch.empty(2048, QWEN), torch.empty(2048, 1)
-        forward = widest("logsumexp", _normalise, logits, None)
-        backward = widest("poi_fused", _differentiate, logits, numbers, numbers, (numbers, numbers), None)
-    assert forward == backward == {"ld", "st"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,8 +14,7 @@ from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
 from services.core.errors import ConfigurationError
-from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
-from trainer.capacity.catalogue import find_model
+from tests.skypilot_facts import ROOT
 
 APP = typer.Typer()
 APP.command()(main)
@@ -65,25 +62,6 @@ def test_nodes_have_cpus_memory_and_a_volume_for_the_model_and_its_engines(tmp_p
         assert volume["config"]["access_mode"] == "ReadWriteMany"
         workers = values["ppo-trainer", "envs.MIN_WORKERS"]
         assert tuple(map(int, [workers, *sizes, volume["size"].removesuffix("Gi")])) == expected, arguments
-
-
-def test_a_volume_is_at_least_as_large_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "volume.yaml"
-    for module in ("plan", "launching"):
-        monkeypatch.setattr(f"scripts.launch.{module}.VOLUME", file)
-    for written, expected in [("1Ti", "1024Gi"), ("100Gi", "200Gi"), ("200", "200Gi")]:
-        file.write_text((ROOT / "jobgroups" / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
-        launch(tmp_path / "out", "--model", "0.5B")
-        assert yaml.safe_load((tmp_path / "out" / "volume.yaml").read_text())["size"] == expected
-
-
-def test_a_dry_run_without_a_network_says_that_skypilot_could_not_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(skypilot, "interpreter", lambda: Path("python"))
-    monkeypatch.setattr(skypilot, "ask", lambda *_, **__: (None, "ConnectionError: no catalogue"))
-    output, _ = launch(tmp_path, "--model", "0.5B")
-    assert "SkyPilot's loader could not check it without a network: ConnectionError: no catalogue" in output
 
 
 def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Path) -> None:
@@ -195,12 +173,6 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert "ENGINE_MAX_TOTAL_TOKENS" in refused(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
 
 
-def test_an_engine_on_the_trainers_gpus_has_room_for_an_answer_even_if_it_gets_one_a_step(tmp_path: Path) -> None:
-    given = ["--stock", "--trainer-nodes", "4", "--env", "MAX_NEW_TOKENS=256"]
-    _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:8", "--colocate", *given)
-    assert job_group_text.values(text)["ppo-trainer", "envs.ENGINE_MAX_TOTAL_TOKENS"] == "768", "a prompt and an answer"
-
-
 def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path) -> None:
     for arguments in (["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]):
         _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
@@ -221,34 +193,6 @@ def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> 
     assert "preset" not in output
 
 
-def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
-    output, text = launch(tmp_path, "--gpus", "L40S")
-    assert job_group_text.values(text)["ppo-trainer", "envs.MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert "MODEL_NAME" not in output
-
-
-def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    sizes = (["--gpus", "H100:1"], ["--gpus", "H100:8,H200:8"], ["--rollout-nodes", "3", "--rollout-gpus", "L4:2"])
-    for size in sizes:
-        done = CliRunner().invoke(APP, ["--model", "0.5B", *size, "--dry-run"])
-        assert done.exit_code == 0, done.output
-    assert {path.name for path in (tmp_path / ".cache/launch").iterdir()} == {
-        "qwen2.5-0.5b-instruct-h100-1",
-        "qwen2.5-0.5b-instruct-h100-8-h200-8",
-        "qwen2.5-0.5b-instruct-rollout-l4-2-rollout-nodes-3",
-    }
-
-
-def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
-    output, text = launch(
-        tmp_path, "--model", "0.5B", "--rollout-nodes", "1", "--trainer-nodes", "1", "--gpus", "L4:1", "--async"
-    )
-    assert (tmp_path / "jobgroup.yaml").exists()
-    assert job_group_text.values(text)["ppo-trainer", "envs.MIN_WORKERS"] == "1"
-    assert ["together", "7", "2"] in [line.split()[:3] for line in output.splitlines()]
-
-
 def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_path: Path) -> None:
     variables = ["LORA_RANK=8", "NCCL_DEBUG=INFO", "DATASET=arithmetic", "WANDB_MODE=offline"]
     given = [part for variable in variables for part in ("--env", variable)]
@@ -261,12 +205,6 @@ def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_pa
     assert tasks["ppo-trainer"]["AGENT"] == "mine:solve"
     assert "a-secret" not in text + output
     assert "--secret HF_TOKEN" in output
-
-
-def test_shapes_of_common_models_need_no_network() -> None:
-    """By the numbers of parameters on the models' own pages."""
-    for name, billions in [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]:
-        assert find_model(name).shape.parameters / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 SHORT = ("--env", "MAX_NEW_TOKENS=64")
@@ -331,16 +269,6 @@ def test_without_skypilot_a_launch_says_how_to_install_it(tmp_path: Path) -> Non
     done = CliRunner().invoke(APP, ["--model", "0.5B", "--output", str(tmp_path)])
     assert isinstance(done.exception, ConfigurationError)
     assert "pip install 'skypilot[kubernetes]==" in str(done.exception)
-
-
-def test_without_an_argument_the_options_are_shown_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(APP, [])
-    assert done.exit_code == 2
-    assert "--dry-run" in done.output
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -409,30 +337,6 @@ def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
     assert yaml.safe_load((tmp_path / "volume.yaml").read_text())["size"] != "200Gi"
 
 
-@pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """SkyPilot's interpreter, with a home that has SkyPilot's list of GPUs, which it would fetch."""
-    assert skypilot_facts()  # skips the test where there is no SkyPilot
-    catalog = tmp_path / "home/.sky/catalogs/v8/common/accelerators.csv"
-    catalog.parent.mkdir(parents=True)
-    names = ("H100", "H200", "A100-80GB", "L40S")
-    catalog.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},\"['Kubernetes']\"\n" for name in names))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return SKYPILOT
-
-
-@pytest.mark.slow
-def test_skypilot_checks_what_is_written(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skypilot, "interpreter", lambda: python)
-    output, text = launch(tmp_path / "out", "--model", "8B", "--gpus", "H100:8,A100-80GB:8", "--secret", "HF_TOKEN=x")
-    assert "SkyPilot's loader accepts it" in output
-    written = tmp_path / "out/jobgroup.yaml"
-    written.write_text(text.replace("image_id: docker:python", "image: docker:python"))
-    job, error = skypilot.ask(python, (written, tmp_path / "out/volume.yaml"), {}, launch=False)
-    assert job is None
-    assert "image" in error
-
-
 class SecretTask:
     """As much of SkyPilot's task as secrets need."""
 
@@ -448,37 +352,6 @@ def test_a_secret_goes_to_the_tasks_that_declare_it_and_an_unknown_one_to_all() 
     skypilot.give_secrets([trainer, service], {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"})
     assert trainer.secrets == {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"}
     assert service.secrets == {"JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"}
-
-
-def test_skypilots_environment_is_that_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    for name in ("sky", "python"):
-        (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert skypilot.interpreter() == tmp_path / "python"
-
-
-@pytest.mark.slow
-def test_a_secret_reaches_only_the_tasks_that_declare_it(python: Path) -> None:
-    """By SkyPilot's own tasks: the hub's token stays out of the tasks that load nothing from the hub."""
-    program = """
-import json
-from sky.utils import dag_utils
-from scripts.launch.skypilot import give_secrets
-group = dag_utils.load_job_group_from_yaml("jobgroups/environment.yaml")
-give_secrets(group.tasks, {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"})
-values = {t.name: {n: s.get_secret_value() for n, s in t.secrets.items()} for t in group.tasks}
-print(json.dumps(values))
-"""
-    done = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    tasks = json.loads(done.stdout.splitlines()[-1])
-    assert {task for task, given in tasks.items() if given.get("HF_TOKEN")} == {
-        *("ppo-trainer", "data-server", "rollout-server", "gateway")
-    }
-    assert {given["JOBGROUP_TOKEN"] for given in tasks.values()} == {"job"}
-    assert {given["OF_MY_CODE"] for given in tasks.values()} == {"mine"}
-    assert {task for task, given in tasks.items() if "WANDB_API_KEY" in given} == {"ppo-trainer"}
 
 
 def test_an_image_of_ones_own_is_that_of_each_task(tmp_path: Path) -> None:

@@ -66,12 +66,6 @@ def test_a_conversation_with_tools_has_their_names_calls_and_results(system):
     ]
 
 
-@pytest.mark.parametrize("function", [{"name": "now"}, {"name": "now", "parameters": {"type": "object"}}])
-def test_a_tool_without_parameters_is_its_name(function):
-    prompt = render(CHAT_TEMPLATE.read_text(), [{"role": "user", "content": "?"}], tools=[{"function": function}])
-    assert "Tools:\nnow{}<|im_end|>" in prompt
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -1,29 +1,20 @@
-"""grpo push: the model of a run and its card, against a stand-in of the hub that loses a connection."""
+"""grpo push: the model of a run and its card become one commit of the hub."""
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from scripts.push import main
 from services.core.errors import ConfigurationError
-from tests.waiting import IDLE_SECONDS
 from trainer.reporting.model_card import write_card
 
-TOKEN = "hf_a-token-that-is-a-secret"
-WEIGHTS = {"model-00001-of-00002.safetensors": b"one" * 1000, "model-00002-of-00002.safetensors": b"two" * 1000}
+WEIGHTS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
 SUMMARY = {
     "status": "succeeded",
     "steps": 2,
@@ -60,91 +51,24 @@ TRAINER = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """A stand-in for the hub, as far as uploads ask it; it refuses the uploads whose numbers ``lost`` has."""
+class Hub:
+    """The hub's client, as far as the command uses it."""
 
-    daemon_threads = True
+    endpoint = "https://hub"
 
-    def __init__(self, lost: set[int]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.stored: dict[str, bytes] = {}
-        """The contents of large files, by their digest."""
-        self.uploads = 0
-        self.lost = lost
-        self.commits: list[dict[str, bytes]] = []
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.made: list[Any] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def create_repo(self, repository: str, **options: Any) -> SimpleNamespace:
+        self.made.append((repository, options))
+        return SimpleNamespace(repo_id=repository)
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _reply(self, content: object, status: int = 200) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}" and "lfs" not in self.path:
-            self._reply({"error": "Invalid username or password."}, 401)
-        elif self.path.startswith("/api/repos/create"):
-            self._reply({"url": f"{self.server.url}/org/mine"})
-        elif self.path.startswith("/api/validate-yaml"):
-            self._reply({"errors": [], "warnings": []})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            large = {file["path"] for file in files if file["path"].endswith(".safetensors")}
-            modes = {name: "lfs" if name in large else "regular" for name in (file["path"] for file in files)}
-            told = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
-            self._reply({"files": told})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            self._reply({"transfer": "basic", "objects": [self._object(o) for o in json.loads(body)["objects"]]})
-        elif "/commit/" in self.path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                if line["key"] == "file"
-                else self.server.stored[line["value"]["oid"]]
-                for line in lines
-                if line["key"] != "header"
-            }
-            self.server.commits.append(files)
-            self._reply({"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.server.url}/org/mine/commit/1"})
-        else:
-            self._reply({"error": self.path}, 404)
-
-    def _object(self, wanted: dict[str, object]) -> dict[str, object]:
-        if wanted["oid"] in self.server.stored:
-            return wanted
-        return wanted | {"actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}}
-
-    def do_PUT(self) -> None:
-        self.server.uploads += 1
-        if self.server.uploads in self.server.lost:
-            self._reply({"error": "no room"}, 507)
-            return
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.stored[self.path.rsplit("/", 1)[1]] = content
-        self._reply({})
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub(lost={2}) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(IDLE_SECONDS)
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> SimpleNamespace:
+        if self.error is not None:
+            raise self.error
+        self.made.append((repo_id, {path.name for path in folder_path.iterdir()}, commit_message))
+        return SimpleNamespace(commit_url=f"{self.endpoint}/{repo_id}/commit/1")
 
 
 @pytest.fixture
@@ -163,33 +87,16 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def push(hub: Hub, runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": TOKEN,
-        "HF_HOME": str(runs),
-        "HF_HUB_OFFLINE": "0",
-        # The stand-in has the older protocol for large files.
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    command = [sys.executable, "-m", "scripts.grpo", "push", *arguments, "--runs", str(runs)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_an_interrupted_upload_commits_nothing_and_the_next_sends_the_rest(hub: Hub, runs: Path) -> None:
-    first = push(hub, runs, "mine", "org/mine")
-    assert first.returncode == 78, first.stderr
-    assert "Traceback" not in first.stderr
-    assert hub.commits == []
-    assert len(hub.stored) == 1
-    second = push(hub, runs, "mine", "org/mine")
-    assert second.returncode == 0, second.stderr
-    assert f"{hub.url}/org/mine/commit/1" in second.stdout
-    assert hub.uploads == 3, "one lost, and each file once"
-    [files] = hub.commits
-    assert {name: files[name] for name in WEIGHTS} == WEIGHTS
-    assert files.keys() == {*WEIGHTS, "config.json", "README.md", "reward.png"}
-    assert files["README.md"].startswith(b"---\nbase_model: team/base\n")
+def test_the_model_and_its_card_become_one_commit(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    main("mine", "org/mine", private=True, below=runs)
+    files = {*WEIGHTS, "config.json", "README.md", "reward.png"}
+    made = ("org/mine", {"private": True, "exist_ok": True})
+    assert hub.made == [made, ("org/mine", files, "The model of run mine")]
+    assert "https://hub/org/mine/commit/1" in capsys.readouterr().out
 
 
 def test_the_card_has_results_with_intervals_and_neither_secrets_nor_paths(runs: Path) -> None:
@@ -204,17 +111,15 @@ def test_the_card_has_results_with_intervals_and_neither_secrets_nor_paths(runs:
 
 
 def test_what_cannot_be_pushed_is_refused_with_the_remedy(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Api(HfApi):
-        """A hub that does not take the token."""
-
-        def create_repo(self, *_: Any, **__: Any) -> Any:
-            raise LocalTokenNotFoundError
-
     with pytest.raises(ConfigurationError, match="no name of a repository"):
         main("mine", "no name", below=runs)
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    with pytest.raises(ConfigurationError, match="HF_TOKEN"):
-        main("mine", "org/mine", below=runs)
+    for error, named in (
+        (LocalTokenNotFoundError(), "hf auth login"),
+        (RuntimeError("no room"), "no room. Nothing of it is committed"),
+    ):
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda error=error: Hub(error))
+        with pytest.raises(ConfigurationError, match=named):
+            main("mine", "org/mine", below=runs)
     with pytest.raises(ConfigurationError, match="other"):
         main("other", "org/mine", below=runs)
     for file in (runs / "mine" / "model").iterdir():

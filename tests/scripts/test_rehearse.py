@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -21,7 +22,7 @@ from services.core.errors import ConfigurationError
 from tests.ports import free_port
 from tests.services.core.hub_stand_in import MODEL, serving
 from tests.toy_models import byte_tokenizer
-from trainer.capacity.catalogue import CONFIGS
+from trainer.capacity.shape import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 APP = typer.Typer()
@@ -133,57 +134,33 @@ def test_mistakes_in_rewards_are_found(tmp_path: Path) -> None:
     )
 
 
-@slow
-def test_a_misspelt_column_and_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
-    found = rehearse(
-        target(tmp_path / "model", TOOLS + TURNS),
-        *("--steps", "0"),
-        DATASET=dataset(tmp_path / "rows.jsonl", ROWS),
-        GROUND_TRUTH_COLUMN="anwser",
-    )
-    finds(found, "anwser", "has no generation prompt")
+TEXTS = [{"text": row["question"], "answer": row["answer"]} for row in ROWS]
+UNANSWERED = [row | {"answer": ""} for row in ROWS]
+JUDGE = {"REWARD_FN": "exact_match=1,judge=0.5", "JUDGE_MODEL": "judge", "SERVICE_DEADLINE_SECONDS": "12.5"}
+LACKS_COLUMNS, NO_END = "has none of the columns question, prompt, problem", "ends an answer with '<|im_end|>'"
+NO_TEMPLATE = ("has no chat template, which agents", "has no chat template; set PROMPT_STYLE=plain")
 
 
 @slow
-def test_a_missing_prompt_column_and_a_turn_that_ends_with_no_end_token(tmp_path: Path) -> None:
-    rows = [{"text": row["question"], "answer": row["answer"]} for row in ROWS]
-    model = target(tmp_path / "model", end="<|endoftext|>")
-    found = rehearse(model, "--steps", "0", DATASET=dataset(tmp_path / "rows.jsonl", rows))
-    finds(
-        found,
-        "has none of the columns question, prompt, problem",
-        "ends an answer with '<|im_end|>'",
-    )
-
-
-@slow
-def test_rows_without_answers_and_a_model_without_an_end_token(tmp_path: Path) -> None:
-    rows = dataset(tmp_path / "rows.jsonl", [row | {"answer": ""} for row in ROWS])
-    found = rehearse(target(tmp_path / "model", end=None), "--steps", "0", DATASET=rows)
-    finds(found, "with no ground truth", "has no end token")
-
-
-@slow
-def test_a_judge_that_does_not_answer(tmp_path: Path) -> None:
-    rubric = tmp_path / "rubric.yaml"
-    rubric.write_text("criteria:\n- name: short\n  text: The answer is short.\n")
-    found = rehearse(
-        target(tmp_path / "model"),
-        *("--steps", "0"),
-        DATASET=dataset(tmp_path / "rows.jsonl", ROWS),
-        REWARD_FN="exact_match=1,judge=0.5",
-        JUDGE_URL=f"http://127.0.0.1:{free_port()}/v1",
-        JUDGE_MODEL="judge",
-        SERVICE_DEADLINE_SECONDS="12.5",
-        JUDGE_RUBRIC=str(rubric),
-    )
-    finds(found, "judge did not answer POST http")
-
-
-@slow
-def test_a_model_without_a_chat_template_and_an_agent_that_is_nowhere(tmp_path: Path) -> None:
-    found = rehearse(target(tmp_path, None), "--steps", "0", DATASET="arithmetic", AGENT="tests.nowhere:solve")
-    finds(found, "tests.nowhere", "has no chat template, which agents", "has no chat template; set PROMPT_STYLE=plain")
+@pytest.mark.parametrize(
+    ("model", "rows", "settings", "sentences"),
+    [
+        ({"template": TOOLS + TURNS}, ROWS, {"GROUND_TRUTH_COLUMN": "anwser"}, ("anwser", "has no generation prompt")),
+        ({"end": "<|endoftext|>"}, TEXTS, {}, (LACKS_COLUMNS, NO_END)),
+        ({"end": None}, UNANSWERED, {}, ("with no ground truth", "has no end token")),
+        ({}, ROWS, JUDGE, ("judge did not answer POST http",)),
+        ({"template": None}, ROWS, {"AGENT": "tests.nowhere:solve"}, ("tests.nowhere", *NO_TEMPLATE)),
+    ],
+)
+def test_mistakes_in_model_rows_and_settings_are_found(
+    tmp_path: Path, model: dict[str, str | None], rows: Any, settings: dict[str, str], sentences: tuple[str, ...]
+) -> None:
+    (tmp_path / "rubric.yaml").write_text("criteria:\n- name: short\n  text: The answer is short.\n")
+    if settings is JUDGE:
+        url = f"http://127.0.0.1:{free_port()}/v1"
+        settings = JUDGE | {"JUDGE_URL": url, "JUDGE_RUBRIC": str(tmp_path / "rubric.yaml")}
+    given = {"DATASET": dataset(tmp_path / "rows.jsonl", rows), **settings}
+    finds(rehearse(target(tmp_path / "model", **model), "--steps", "0", **given), *sentences)
 
 
 @pytest.mark.e2e

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,18 @@ from services.core import machine
 from services.core.endpoints import PROXY_VARIABLES
 from services.core.machine import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
-from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 from tests.fake_service import fake_service
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}
 
 
-async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
-    """Score an answer by whether it is the ground truth."""
-    return [RewardResult(reward=float(item.response == item.ground_truth)) for item in items]
+def example(truth: str = "42") -> Example:
+    async def score(response: str) -> RewardResult:
+        return RewardResult(reward=float(response == truth))
 
-
-def example() -> Example:
-    return Example(id="p/1", prompt="6*7=", ground_truth="42", category="products", model="m", scorer=score)
+    return Example(id="p/1", prompt="6*7=", ground_truth=truth, category="products", model="m", scorer=score)
 
 
 async def answer(command: str, task: Example | None = None, seconds: float = IDLE_SECONDS) -> float | None:
@@ -129,9 +126,7 @@ async def test_the_output_is_an_answer_even_if_it_looks_like_a_reward() -> None:
     text = '{"reward": 1000}'
     with capture_logs() as logs:
         assert await answer(f"echo hm; echo '{text}'") == 0.0
-        task = example()
-        task.ground_truth = text
-        assert await answer(f"echo '{text}'", task) == 1.0
+        assert await answer(f"echo '{text}'", example(text)) == 1.0
     # Once a process, with the line of code that gives a reward.
     [warning] = [line["event"] for line in logs if line["log_level"] == "warning" and "reward" in line["event"]]
     assert "GRPO_REWARD_FD" in warning

@@ -193,12 +193,19 @@ def kubernetes() -> KubernetesApi:
     return KubernetesApi(NODES, storage_class("nfs"))
 
 
+@contextmanager
+def skypilot_on(cluster: KubernetesApi, home: Path) -> Iterator[SkyPilot]:
+    """SkyPilot's server in a home of its own, for a cluster; no process is left after it."""
+    if reason := why_not():
+        pytest.fail(reason, pytrace=False)
+    with served(cluster.app) as url:
+        with SkyPilot(home, url).serving() as sky:
+            yield sky
+        assert sky.processes() == []
+
+
 @pytest.fixture(scope="session")
 def skypilot(kubernetes: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
     """SkyPilot, serving."""
-    if reason := why_not():
-        pytest.fail(reason, pytrace=False)
-    with served(kubernetes.app) as url:
-        with SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
-            yield sky
-        assert sky.processes() == []
+    with skypilot_on(kubernetes, tmp_path_factory.mktemp("home")) as sky:
+        yield sky

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.prometheus_targets import targets
-from tests.skypilot.conftest import NODES, ROOT, SkyPilot, served
+from tests.skypilot.conftest import NODES, ROOT, SkyPilot, skypilot_on
 from tests.skypilot.kubernetes_api import KubernetesApi, Object, selected, storage_class
 
 pytestmark = [pytest.mark.skypilot, pytest.mark.timeout(1800)]
@@ -36,7 +35,7 @@ def cluster() -> KubernetesApi:
 
 @pytest.fixture(scope="module")
 def sky(cluster: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
-    with served(cluster.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as skypilot:
+    with skypilot_on(cluster, tmp_path_factory.mktemp("home")) as skypilot:
         yield skypilot
 
 
@@ -123,26 +122,6 @@ def test_the_pods_of_a_team_are_in_its_namespace_and_queue(of_a_team):
     for pod in of_a_team:
         assert pod["metadata"]["namespace"] == wanted["namespace"]
         assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == wanted["kueue"]["local_queue_name"]
-
-
-def test_the_policy_of_a_user_selects_that_users_pods(of_a_team):
-    _, policy = yaml.safe_load_all((ROOT / "docs/cluster/namespace.yaml").read_text())
-    labels = policy["spec"]["podSelector"]["matchLabels"]
-    for pod in of_a_team:
-        assert selected(pod, f"parent={labels['parent']}")
-        assert labels.keys() <= pod["metadata"]["labels"].keys()
-
-
-def test_prometheus_finds_every_component(on_one_machine):
-    scraped = {job: sorted(instance for instance, _ in its) for job, its in targets(on_one_machine).items()}
-    names = [re.sub(r"-\d+-[0-9a-f]+-", " ", name) for name in scraped["grpo"]]
-    assert names == [
-        "data-server head",
-        "ppo-trainer head",
-        "replay-buffer head",
-        "reward-server head",
-    ]
-    assert len(scraped["grpo-router"]) == len(scraped["grpo-engines"]) == 1
 
 
 def test_the_command_for_the_run_page_finds_the_trainers_first_pod(on_one_machine):

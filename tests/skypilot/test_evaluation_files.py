@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from tests.skypilot.conftest import NODES, SkyPilot, served
+from tests.skypilot.conftest import NODES, skypilot_on
 from tests.skypilot.kubernetes_api import KubernetesApi, Object, storage_class
 
 pytestmark = [pytest.mark.skypilot, pytest.mark.timeout(900)]
@@ -27,7 +27,7 @@ def cluster() -> KubernetesApi:
 @pytest.fixture(scope="module")
 def pods(cluster: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Object]]:
     """The pods that the page's commands ask for, by the name of their cluster."""
-    with served(cluster.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
+    with skypilot_on(cluster, tmp_path_factory.mktemp("home")) as sky:
 
         def asked_for() -> dict[str, Object]:
             names = {
@@ -61,13 +61,6 @@ def test_the_head_runs_without_a_gpu(pods: dict[str, Object]) -> None:
     [container] = pods["evaluation-head"]["spec"]["containers"]
     assert requests_of(pods["evaluation-head"]) == (8, 16)
     assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
-
-
-def test_a_pod_tells_its_commands_the_cores_that_it_asked_for(pods: dict[str, Object]) -> None:
-    for pod in pods.values():
-        [container] = pod["spec"]["containers"]
-        [told] = [one for one in container["env"] if one["name"] == "SKYPILOT_POD_CPU_CORE_LIMIT"]
-        assert told["valueFrom"]["resourceFieldRef"]["resource"] == "requests.cpu"
 
 
 def test_no_secret_is_in_what_kubernetes_is_asked_for(pods: dict[str, Object], cluster: KubernetesApi) -> None:

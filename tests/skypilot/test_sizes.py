@@ -11,10 +11,9 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
 from scripts.launch import job_group_text
-from tests.skypilot.conftest import ROOT, SkyPilot, served, why_not
+from tests.skypilot.conftest import ROOT, SkyPilot, skypilot_on
 from tests.skypilot.kubernetes_api import KubernetesApi, Object, node, storage_class
 from tests.waiting import LIMIT_SECONDS
 
@@ -38,9 +37,7 @@ def cluster() -> KubernetesApi:
 
 @pytest.fixture(scope="module")
 def sky(cluster: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
-    if reason := why_not():
-        pytest.fail(reason, pytrace=False)
-    with served(cluster.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as skypilot:
+    with skypilot_on(cluster, tmp_path_factory.mktemp("home")) as skypilot:
         yield skypilot
 
 
@@ -95,14 +92,6 @@ def test_the_pods_have_the_sizes_that_were_given_and_derived(launched):
         [container] = pod["spec"]["containers"]
         memory = str(container["resources"]["requests"]["memory"]).rstrip("G")
         assert float(memory) == float(values[task_of(pod), "resources.memory"].rstrip("+"))
-
-
-def test_the_volume_has_the_derived_size(launched, cluster):
-    out, _ = launched
-    [claim] = [one for one in cluster.posted if one["kind"] == "PersistentVolumeClaim"]
-    size = yaml.safe_load((out / "volume.yaml").read_text())["size"]
-    assert claim["spec"]["resources"]["requests"]["storage"].rstrip("i") == size.rstrip("i")
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_no_secret_is_in_the_files_or_in_what_kubernetes_is_asked_for(launched, cluster):

@@ -19,9 +19,8 @@ from services.core.errors import ConfigurationError
 from services.protocol.prompts import Cursor
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
-from trainer.checkpoints.admission import Fingerprint
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import Fingerprint, RunState
 from trainer.config import TrainerSettings
 from trainer.model import saving
 from trainer.model.gathering import gather_state

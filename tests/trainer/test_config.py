@@ -109,10 +109,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     # Values
     "PROFILE_STEPS": [{"profile_steps": steps} for steps in ("0", "3:2", "1:", "a", "1:2:3", "-1")],
     "RECORD_GROUPS": [{"record_groups": steps} for steps in ("0", "-3", "some", "1.5", "10 steps")],
-    "PUBLISH_DELTA": [
-        {"publish_delta": True, **other}
-        for other in ({"lora_rank": 4}, {"publish_transport": "local"}, {"publish_type": "float32"})
-    ],
 }
 """Settings that are refused, by the variable that the message begins with."""
 ACCEPTED: list[dict[str, Any]] = [
@@ -123,7 +119,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"compute_type": "bfloat16", "save_type": "float32"},
     {"target_accuracy": 0.9, "eval_every": 5},
     {"importance_cap": 3},
-    {"publish_delta": True, "mode": "async"},
     {"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2},
     {"group_size": 1, "mode": "async", "collector_in_process": False},
     {"group_size": 1, "advantage": "reinforce"},

@@ -14,8 +14,8 @@ from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from trainer.capacity.check import Machine, check, chosen_work, engine_beside, shape_of
-from trainer.capacity.limits import find_limits
 from trainer.capacity.need import needed
+from trainer.capacity.work import find_limits
 from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
 from trainer.reporting.trackers import tracker_of
@@ -58,7 +58,7 @@ def unreachable_teachers(settings: TrainerSettings) -> Iterator[str]:
     Raises:
         ConfigurationError: an endpoint does not score token ids, or its context is too short.
     """
-    answers = {own.teacher_url: own.way.longest_answer for own in settings.by_source().values() if own.teacher_url}
+    answers = {own.teacher_url: own.answer_tokens for own in settings.by_source().values() if own.teacher_url}
     for url, longest in answers.items():
 
         async def probe(client: TeacherClient) -> None:

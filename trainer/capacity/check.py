@@ -20,10 +20,9 @@ from services.core.machine import ComputeType
 from services.engines.engine import choose_engine
 from services.engines.settings import RolloutSettings
 from services.engines.shape import SizeFacts, read_config
-from trainer.capacity.limits import Limits, VolumeRoom, find_limits
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import USABLE, choose, plan_records, work_of
+from trainer.capacity.work import USABLE, Limits, VolumeRoom, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 
 from services.engines.sglang import MOST_GRAPH_SEQUENCES, SGLANG_GRAPH_SEQUENCES
-from trainer.capacity.catalogue import Card
 from trainer.capacity.need import Work, cached_tokens
-from trainer.capacity.shape import ModelShape
+from trainer.capacity.shape import Card, ModelShape
 from trainer.config import TrainerSettings
 
 WEIGHT_BYTES = 2

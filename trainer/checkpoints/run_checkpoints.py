@@ -21,9 +21,8 @@ from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
-from trainer.checkpoints.admission import Fingerprint, TeacherPrint, check_same
 from trainer.checkpoints.checkpoint import CheckpointStore, SavedCritic
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import Fingerprint, RunState, TeacherPrint, check_same
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from services.core.endpoints import Task
 from services.core.machine import ComputeType
 from services.core.settings import (
     AgentFunction,
@@ -52,6 +53,29 @@ class Rollout(StrEnum):
     AGENT = "agent"
     PROGRAM = "program"
     ENVIRONMENT = "environment"
+
+
+class Way(NamedTuple):
+    """A way of rolling out, as far as ROLLOUT decides it."""
+
+    sampler: str
+    """The path of the subclass of trainer.rollouts.groups.Sampler that answers prompts. A class would be imported where
+    settings are read and nothing is trained."""
+    services: tuple[Task, ...] = ()
+    """The services that the run needs besides those of every run."""
+
+    @property
+    def has_turns(self) -> bool:
+        """True where an answer is an episode, which the gateway records and which may have several turns."""
+        return Task.GATEWAY in self.services
+
+
+WAYS = {
+    Rollout.COMPLETION: Way("trainer.rollouts.groups:Completions"),
+    Rollout.AGENT: Way("trainer.rollouts.episodes:Agents", (Task.GATEWAY,)),
+    Rollout.PROGRAM: Way("trainer.rollouts.episodes:Agents", (Task.GATEWAY,)),
+    Rollout.ENVIRONMENT: Way("trainer.rollouts.game:Games", (Task.GATEWAY, Task.ENVIRONMENT_SERVER)),
+}
 
 
 class Schedule(StrEnum):
@@ -223,6 +247,21 @@ class SamplingSection(AnswerSettings, AgentSection, ProgramSection, EnvironmentS
         from services.clients.rollout import generation_seconds
 
         return generation_seconds(self.max_new_tokens)
+
+    @property
+    def way(self) -> Way:
+        """The way of rolling out that ROLLOUT names; with SOURCES ask the settings of a source, here and below."""
+        return WAYS[self.rollout]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens that the model samples for one answer to a prompt."""
+        return self.agent_max_tokens if self.way.has_turns else self.max_new_tokens
+
+    @property
+    def answer_seconds(self) -> float:
+        """Longest time of one answer once its prompt is in flight; in an episode, calls may take AGENT_SECONDS each."""
+        return 2 * self.agent_seconds if self.way.has_turns else self.generation_deadline_seconds
 
 
 class RewardsSection(Settings):

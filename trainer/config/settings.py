@@ -18,6 +18,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
 from services.core.settings import EnginesSection, Method, SourcesSettings
+from services.protocol.base import MAX_SEQUENCES
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -26,9 +27,11 @@ from trainer.algorithm.methods import (
     Aggregation,
     Credit,
     ImportanceCorrection,
+    LossMethod,
     is_own_function,
 )
 from trainer.config.sections import (
+    SELF,
     AlgorithmSection,
     CriticModel,
     CriticSection,
@@ -44,7 +47,6 @@ from trainer.config.sections import (
     SamplingSection,
     Transport,
 )
-from trainer.config.ways import WAYS, Way
 
 _WEIGHT = re.compile(r"(?P<name>[^=]+)=(?P<weight>-?\d+(\.\d+)?)")
 
@@ -75,8 +77,6 @@ class TrainerSettings(
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
         # With SOURCES the settings of each source were checked when they were read.
-        if self.sources is None:
-            self.way.check()
         for contradictions in OF_A_SOURCE if self.sources is None else (_over_all_sources,):
             for sentence in contradictions(self):
                 raise ValueError(sentence)
@@ -112,8 +112,8 @@ class TrainerSettings(
         """A sentence for each setting that is allowed, but has no effect or probably not the intended one."""
         sentences = []
         bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
-        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_truncates
-        is_decoupled = is_decoupled and not self.loss_bounds_behaviour
+        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_method.truncates
+        is_decoupled = is_decoupled and not self.loss_method.bounds_behaviour
         if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
             sentences.append(
                 f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
@@ -155,9 +155,9 @@ class TrainerSettings(
         That of a source has the source's name behind it, as in ``AGENT of maths``.
         """
         agents = {
-            f"{variable} of {source}" if source else variable: name
+            f"AGENT of {source}" if source else "AGENT": settings.agent
             for source, settings in self.by_source().items()
-            for variable, name in settings.way.own_functions.items()
+            if settings.rollout is Rollout.AGENT
         }
         named = {**agents, "LOSS": self.loss, "ADVANTAGE": self.advantage}
         return {variable: name for variable, name in named.items() if is_own_function(name)}
@@ -235,29 +235,20 @@ class TrainerSettings(
         return self.method is Method.SFT or any(terms)
 
     @property
+    def loss_method(self) -> LossMethod:
+        """LOSS as its paper has it; a function of the user's has no paper's values."""
+        return LOSSES.get(self.loss, LossMethod())
+
+    @property
     def loss_aggregation(self) -> Aggregation:
         """The mean over token losses: AGGREGATION, or that of the loss's paper."""
-        if self.aggregation is not None:
-            return self.aggregation
-        return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
+        return self.aggregation or self.loss_method.aggregation
 
     @property
     def loss_importance_cap(self) -> float | None:
         """The largest importance weight: IMPORTANCE_CAP, or what LOSS needs; None: that of the correction's paper."""
         is_truncated = self.importance_correction is ImportanceCorrection.TRUNCATED
-        if self.importance_cap is None and is_truncated and self.loss in LOSSES:
-            return LOSSES[self.loss].importance_cap
-        return self.importance_cap
-
-    @property
-    def loss_truncates(self) -> bool:
-        """True when LOSS truncates the weight of a token itself."""
-        return self.loss in LOSSES and LOSSES[self.loss].truncates
-
-    @property
-    def loss_bounds_behaviour(self) -> bool:
-        """True when the bounds of LOSS are around the policy that sampled, in every update."""
-        return self.loss in LOSSES and LOSSES[self.loss].bounds_behaviour
+        return self.loss_method.importance_cap if self.importance_cap is None and is_truncated else self.importance_cap
 
     @property
     def saved_type(self) -> PublishedType:
@@ -278,11 +269,6 @@ class TrainerSettings(
         return self.updates_per_batch * self.epochs_per_batch
 
     @property
-    def way(self) -> Way:
-        """The way of rolling out that ROLLOUT names; with SOURCES ask the settings of a source."""
-        return WAYS[self.rollout](self)
-
-    @property
     def services(self) -> tuple[Task, ...]:
         """The services that the run asks, over all sources."""
         asked = {
@@ -296,7 +282,7 @@ class TrainerSettings(
     @property
     def longest_answer(self) -> int:
         """Most tokens that the model samples for one answer to a prompt, over all sources."""
-        return max(settings.way.longest_answer for settings in self.by_source().values())
+        return max(settings.answer_tokens for settings in self.by_source().values())
 
     @property
     def largest_group(self) -> int:
@@ -329,6 +315,25 @@ def _over_all_sources(settings: TrainerSettings) -> Iterator[str]:
     if settings.overlong_buffer and len(set(limits.values())) > 1:
         each = ", ".join(f"{source} {limit}" for source, limit in limits.items())
         yield f"OVERLONG_BUFFER is set, but the sources have different MAX_NEW_TOKENS ({each}); give them one limit"
+
+
+def _of_rollouts(settings: TrainerSettings) -> Iterator[str]:
+    agent, opponent = settings.agent, settings.opponent
+    if settings.rollout is Rollout.AGENT and not is_own_function(agent):
+        yield f"AGENT is {agent!r}, but ROLLOUT is agent; give the agent as module:function"
+    if settings.rollout is Rollout.PROGRAM and not settings.agent_command.strip():
+        yield "AGENT_COMMAND is empty, but ROLLOUT is program; give the agent as a shell command"
+    is_game = settings.rollout is Rollout.ENVIRONMENT
+    if is_game and opponent != SELF and not opponent.startswith(("http://", "https://")):
+        yield f"OPPONENT is {opponent!r}; allowed: `self` or a URL such as http://host:port"
+    if not settings.way.has_turns:
+        return
+    most, turn = settings.agent_max_tokens, settings.max_new_tokens
+    if most < turn:
+        yield f"AGENT_MAX_TOKENS is {most}; allowed is at least MAX_NEW_TOKENS ({turn}), the longest turn"
+    if (count := settings.group_size * settings.agent_max_turns) > MAX_SEQUENCES:
+        limit = f"{MAX_SEQUENCES}, the most sequences of a group"
+        yield f"GROUP_SIZE times AGENT_MAX_TURNS is {count}; allowed is at most {limit}"
 
 
 def _of_lengths(settings: TrainerSettings) -> Iterator[str]:
@@ -378,7 +383,7 @@ def _of_methods(settings: TrainerSettings) -> Iterator[str]:
     for option in LOSS_OPTIONS if loss in LOSSES else ():
         if getattr(settings, option) is not None and option not in LOSSES[loss].options:
             yield f"{option.upper()} has no effect with LOSS={loss}; unset it"
-    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED and settings.loss_truncates
+    is_truncated = settings.importance_correction is ImportanceCorrection.TRUNCATED and settings.loss_method.truncates
     if settings.importance_cap is not None and is_truncated and settings.updates_per_step == 1:
         yield f"IMPORTANCE_CAP is set, but LOSS={loss} truncates the weight of a token itself; set CLIP_HIGH instead"
     # Collectors elsewhere may bring advantages of their own.
@@ -419,5 +424,5 @@ def _of_teachers(settings: TrainerSettings) -> Iterator[str]:
         yield "REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL"
 
 
-OF_A_SOURCE = (_of_lengths, _of_engines, _of_weights, _of_methods, _of_rewards, _of_teachers)
+OF_A_SOURCE = (_of_rollouts, _of_lengths, _of_engines, _of_weights, _of_methods, _of_rewards, _of_teachers)
 """The contradictions within the settings of a source, in the order in which they are looked for."""

@@ -82,7 +82,7 @@ def check_teachers(settings: TrainerSettings) -> None:
         ConfigurationError: a teacher has another tokenizer or too short a context, or its files cannot be read.
     """
     for name in settings.teacher_models:
-        longest = max(s.way.longest_answer for s in settings.by_source().values() if s.teacher_model == name)
+        longest = max(s.answer_tokens for s in settings.by_source().values() if s.teacher_model == name)
         check_context(f"TEACHER_MODEL={name}", context_length(name, "TEACHER_MODEL"), longest)
         student = load_tokenizer(settings.model_name)
         with naming_the_teacher():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,86 +28,50 @@ RECORD = "tracker.json"
 """The file of a run directory with the tracker, its id of the run, and the last step that was sent."""
 PROJECT = "grpo"
 """The project, or experiment, of all runs, unless the tracker's own variable names another."""
-PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 MLFLOW_TRIES, MLFLOW_SECONDS = "2", "10"
 """Attempts of a request to MLflow, and the longest that one takes."""
 KEPT_PARAMETER = 500
 """Most characters of a setting at MLflow."""
 
 
-class Backend(ABC):
-    """A run at a tracker."""
+class Curve:
+    """A run at Weights & Biases, whose own variables wandb reads itself, or at trackio, which has wandb's interface.
 
-    id: str = ""
+    trackio's files are in SHARED_DIR/trackio, or where TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say.
+    """
+
+    id = ""
     """The tracker's id of the run, where the tracker chooses it."""
 
-    @abstractmethod
-    def __init__(self, settings: TrainerSettings, former: str) -> None:
-        """Begin the run there, or continue the one whose id is ``former``."""
+    def __init__(self, package: str, settings: TrainerSettings, _former: str) -> None:
+        """Begin the run there, or continue the one of the same name."""
+        self._is_wandb = package == "wandb"
+        options: dict[str, Any] = {"id": settings.run_id, "dir": str(settings.run_dir)}
+        if not self._is_wandb:
+            os.environ.setdefault("TRACKIO_DIR", str(settings.shared_dir.resolve() / "trackio"))
+            options = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self._run = import_module(package).init(
+            project=os.environ.get(f"{package.upper()}_PROJECT", PROJECT),
+            name=settings.run_id,
+            resume="allow",
+            config=_parameters(settings),
+            **options,
+        )
 
-    @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send a step's metrics, without waiting for an answer."""
+        self._run.log(dict(metrics), step=step)
 
-    @abstractmethod
     def finish(self, *, succeeded: bool) -> None:
         """Wait until the metrics have been sent, and end the run there."""
+        self._run.finish(**({"exit_code": 0 if succeeded else 1} if self._is_wandb else {}))
 
 
-class Wandb(Backend):
-    """A run at Weights & Biases, whose own variables wandb reads itself."""
-
-    def __init__(self, settings: TrainerSettings, former: str) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=settings.run_id,
-            id=settings.run_id,
-            resume="allow",
-            dir=str(settings.run_dir),
-            config=_parameters(settings),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send a step's metrics."""
-        self._run.log(dict(metrics), step=step)
-
-    def finish(self, *, succeeded: bool) -> None:
-        """End the run there."""
-        self._run.finish(exit_code=0 if succeeded else 1)
-
-
-class Trackio(Backend):
-    """A run of trackio in SHARED_DIR/trackio, or where TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say."""
-
-    def __init__(self, settings: TrainerSettings, former: str) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(settings.shared_dir.resolve() / "trackio"))
-        import trackio
-
-        self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=settings.run_id,
-            resume="allow",
-            config=_parameters(settings),
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send a step's metrics."""
-        self._run.log(dict(metrics), step=step)
-
-    def finish(self, *, succeeded: bool) -> None:
-        """End the run there."""
-        self._run.finish()
-
-
-class MLflow(Backend):
+class MLflow:
     """A run at the MLflow server of MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, settings: TrainerSettings, former: str) -> None:
+        """Begin the run there, or continue the one whose id is ``former``."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", MLFLOW_TRIES)
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", MLFLOW_SECONDS)
         from mlflow import MlflowClient
@@ -144,9 +109,6 @@ class MLflow(Backend):
         self._client.set_terminated(self.id, "FINISHED" if succeeded else "FAILED")
 
 
-BACKENDS: dict[str, type[Backend]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
-
-
 def tracker_of(settings: TrainerSettings) -> str:
     """Return the name of a run's tracker; "" without one.
 
@@ -158,7 +120,7 @@ def tracker_of(settings: TrainerSettings) -> str:
         name = "wandb" if os.environ.get("WANDB_API_KEY") else "none"
     if name == "none":
         return ""
-    if find_spec(PACKAGES[name]) is None:
+    if find_spec(name) is None:
         raise ConfigurationError(
             f"TRACKER={name} needs a package that is not installed here; install 'skypilot-grpo[{name}]', or a "
             f"checkout's '.[{name}]'"
@@ -186,11 +148,12 @@ class Tracker:
         former = record if record.get("tracker") == self._name else {}
         self._sent: int = former.get("step", -1)
         """The last step that an earlier attempt has sent."""
-        self._backend: Backend | None = None
+        self._backend: Curve | MLflow | None = None
         if not self._name:
             return
         try:
-            self._backend = BACKENDS[self._name](settings, former.get("id", ""))
+            begin = MLflow if self._name == "mlflow" else partial(Curve, self._name)
+            self._backend = begin(settings, former.get("id", ""))
         except Exception as error:  # of whatever kind the tracker's package raises
             reason = f"TRACKER={self._name}: no run could be begun there: {error}"
             if not former:

@@ -216,7 +216,7 @@ class FreshQueue:
     @property
     def _patience(self) -> float:
         """Longest time in seconds without a new group."""
-        longest = max(own.way.longest_answer_seconds for own in self.settings.by_source().values())
+        longest = max(own.answer_seconds for own in self.settings.by_source().values())
         return max(FRESH_WAIT_SECONDS, longest + LONGEST_ANSWER_MARGIN_SECONDS)
 
     def _lost(self, batch: Batch) -> DependencyLostError:

@@ -9,7 +9,7 @@ import asyncio
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import dropwhile, takewhile
@@ -32,7 +32,7 @@ from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED, RewardItem, RewardResult, RewardStatus
 from services.protocol.sessions import CreateSessionRequest, TraceSequence
 from services.weights.policy_store import ADAPTER_NAME
-from trainer.config import TrainerSettings
+from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.groups import OWN_REASONS, Answers, Sampler, group_id
 
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
@@ -71,12 +71,12 @@ class Episodes(Sampler):
             settings,
             patience=settings.service_deadline_seconds,
         )
-        self._places = asyncio.Semaphore(settings.agent_concurrency or self.at_once())
+        self._places = asyncio.Semaphore(settings.agent_concurrency or self._at_once)
 
-    @staticmethod
-    def at_once() -> int:
-        """Return the number of episodes that are played at once, if AGENT_CONCURRENCY is unset."""
-        return EPISODES_AT_ONCE
+    @property
+    def _at_once(self) -> int:
+        """The number of episodes that are played at once if AGENT_CONCURRENCY is unset; programs take memory."""
+        return programs_at_once() if self.settings.rollout is Rollout.PROGRAM else EPISODES_AT_ONCE
 
     @abstractmethod
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
@@ -160,7 +160,7 @@ class Episodes(Sampler):
 
 
 class Agents(Episodes):
-    """An agent, a function of the user's, plays the episodes."""
+    """An agent plays the episodes: a function of the user's, or a program behind a relay."""
 
     def __init__(self, settings: TrainerSettings, rewards: RewardClient, gateway: GatewayClient, agent: Agent) -> None:
         super().__init__(settings, rewards, gateway)
@@ -168,8 +168,19 @@ class Agents(Episodes):
 
     @classmethod
     def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
-        """Import the agent, and make the gateway's client."""
-        return cls(settings, rewards, gateway_client(settings), load_agent("AGENT", settings.agent))
+        """Import the function, or make the relay; and make the gateway's client."""
+        if settings.rollout is not Rollout.PROGRAM:
+            return cls(settings, rewards, gateway_client(settings), load_agent("AGENT", settings.agent))
+        # A collector that needs no web server is smaller by its modules.
+        from services.relay import Relay
+
+        return cls(settings, rewards, gateway_client(settings), Relay(Program(settings.agent_command)))
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Open the clients, and start the relay of a program."""
+        await super().open(stack)
+        if isinstance(self.agent, AbstractAsyncContextManager):
+            await stack.enter_async_context(self.agent)
 
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
         """Let the agent answer a prompt ``n`` times."""
@@ -206,31 +217,6 @@ class Agents(Episodes):
         """The command that plays one episode."""
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
         return f"`grpo evaluate {option} --check` plays one episode"
-
-
-class Programs(Agents):
-    """A program in any language plays the episodes; a relay passes its requests on."""
-
-    @classmethod
-    def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
-        """Make the relay and the gateway's client."""
-        # A collector that needs no web server is smaller by its modules.
-        from services.relay import Relay
-
-        return cls(settings, rewards, gateway_client(settings), Relay(Program(settings.agent_command)))
-
-    async def open(self, stack: AsyncExitStack) -> None:
-        """Open the clients, and start the relay."""
-        from services.relay import Relay
-
-        await super().open(stack)
-        assert isinstance(self.agent, Relay)
-        await stack.enter_async_context(self.agent)
-
-    @staticmethod
-    def at_once() -> int:
-        """Return the number of programs that this machine bears at once."""
-        return programs_at_once()
 
 
 def gateway_client(settings: TrainerSettings) -> GatewayClient:

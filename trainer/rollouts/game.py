@@ -7,10 +7,9 @@ are not trained.
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from statistics import fmean
 from typing import Any, Self
@@ -198,41 +197,6 @@ def _check(info: EnvironmentInfo) -> None:
         )
 
 
-class Opponent(AbstractAsyncContextManager["Opponent", None]):
-    """The player of the seats that are not trained."""
-
-    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
-        """Return the waits, each for a number of seconds, for what must answer before the first game, by name."""
-        return {}
-
-    @abstractmethod
-    def trained_seats(self, seats: int, prompt: Prompt) -> list[int]:
-        """Return those of ``seats`` seats that are trained in the games of a prompt.
-
-        Raises:
-            AgentFailedError: the prompt is not a seed.
-            ConfigurationError: the environment has no seat for the opponent.
-        """
-
-    @abstractmethod
-    def join(self, game: Game, seats: Iterable[int]) -> None:
-        """Play ``seats`` of a game, those that are not trained."""
-
-
-class SelfPlay(Opponent):
-    """OPPONENT=self: the model in training plays every seat, and each is trained."""
-
-    async def __aexit__(self, *_: object) -> None:
-        """Hold nothing."""
-
-    def trained_seats(self, seats: int, prompt: Prompt) -> list[int]:
-        """Return all seats."""
-        return list(range(seats))
-
-    def join(self, game: Game, seats: Iterable[int]) -> None:
-        """Do nothing, because there are no such seats."""
-
-
 class _Model(BaseModel):
     id: str
 
@@ -241,8 +205,8 @@ class _Models(BaseModel):
     data: list[_Model] = Field(min_length=1)
 
 
-class FixedModel(Opponent):
-    """The first model of the OpenAI endpoint that OPPONENT names.
+class FixedModel(HttpClient):
+    """The player of the seats that are not trained: the first model of the OpenAI endpoint that OPPONENT names.
 
     It gets no key: JOBGROUP_TOKEN must not leave the job group. Its answers have the trained policy's temperature and
     length limit.
@@ -250,22 +214,10 @@ class FixedModel(Opponent):
 
     def __init__(self, settings: TrainerSettings) -> None:
         url = settings.opponent.rstrip("/").removesuffix("/v1")
-        seconds = settings.agent_seconds
-        self._http = HttpClient(url, service="opponent", timeout=seconds, deadline=seconds)
+        super().__init__(url, service="opponent", timeout=settings.agent_seconds, deadline=settings.agent_seconds)
         self._sampling = {"temperature": settings.temperature, "max_tokens": settings.max_new_tokens}
         self._naming = asyncio.Lock()
         self._model: str | None = None
-
-    async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.__aexit__()
-
-    def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
-        """Return the wait for the endpoint."""
-        return {"opponent": self.wait_healthy}
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until the endpoint lists its models.
@@ -281,17 +233,6 @@ class FixedModel(Opponent):
                 f"OPPONENT: {error}; it must be an OpenAI endpoint that asks for no key"
             ) from error
 
-    def trained_seats(self, seats: int, prompt: Prompt) -> list[int]:
-        """Return one seat, which the seed chooses."""
-        if seats == 1:
-            raise ConfigurationError("OPPONENT is set, but the environment has one seat; unset OPPONENT")
-        return [_seed_of(prompt) % seats]
-
-    def join(self, game: Game, seats: Iterable[int]) -> None:
-        """Play the seats."""
-        for seat in seats:
-            game.seat_opponent(seat, self.ask)
-
     async def ask(self, messages: list[dict[str, Any]]) -> str:
         """Return the model's answer.
 
@@ -300,13 +241,13 @@ class FixedModel(Opponent):
             RequestRefusedError: it refuses the conversation, or asks for a key.
         """
         body = {"model": await self._name(), "messages": messages, **self._sampling}
-        reply = await self._http.call("POST", "/v1/chat/completions", ChatReply, body)
+        reply = await self.call("POST", "/v1/chat/completions", ChatReply, body)
         return reply.choices[0].message.content or ""
 
     async def _name(self, deadline: float | None = None) -> str:
         async with self._naming:
             if self._model is None:
-                self._model = (await self._http.call("GET", "/v1/models", _Models, deadline=deadline)).data[0].id
+                self._model = (await self.call("GET", "/v1/models", _Models, deadline=deadline)).data[0].id
         return self._model
 
 
@@ -321,8 +262,9 @@ class Games(Episodes):
         rewards: RewardClient,
         gateway: GatewayClient,
         environments: EnvironmentClient,
-        opponent: Opponent,
+        opponent: FixedModel | None,
     ) -> None:
+        """Make the way; without an ``opponent`` the model plays every seat, and each is trained."""
         super().__init__(settings, rewards, gateway)
         self.services = [gateway, environments]
         self._environments = environments
@@ -334,17 +276,18 @@ class Games(Episodes):
     def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
         """Make the clients of gateway, environment-servers and opponent."""
         environments = EnvironmentClient(token=settings.token, deadline=settings.service_deadline_seconds)
-        opponent = SelfPlay() if settings.opponent == SELF else FixedModel(settings)
+        opponent = None if settings.opponent == SELF else FixedModel(settings)
         return cls(settings, rewards, gateway_client(settings), environments, opponent)
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients."""
         await super().open(stack)
-        await stack.enter_async_context(self._opponent)
+        if self._opponent is not None:
+            await stack.enter_async_context(self._opponent)
 
     def awaited(self) -> dict[str, Callable[[float], Awaitable[None]]]:
         """Return the waits for the services and for the opponent."""
-        return super().awaited() | self._opponent.awaited()
+        return super().awaited() | ({"opponent": self._opponent.wait_healthy} if self._opponent else {})
 
     async def answer(
         self, prompt: Prompt, params: SamplingParams, n: int, seed: int, *, is_group: bool = False
@@ -372,7 +315,9 @@ class Games(Episodes):
         """Play a game; ``requests`` has the session of each trained seat."""
         seats = await self._count_seats(prompt)
         async with self._places, Game(self._environments, prompt) as game:
-            self._opponent.join(game, set(range(seats)) - set(requests))
+            if self._opponent is not None:
+                for seat in set(range(seats)) - set(requests):
+                    game.seat_opponent(seat, self._opponent.ask)
             return await asyncio.gather(
                 *(
                     self._episode(partial(game.answer, seat), prompt, request, seat if seats > 1 else None)
@@ -388,7 +333,12 @@ class Games(Episodes):
             ConfigurationError: the environment has no seat for the opponent.
             DependencyLostError: no environment-server answered.
         """
-        return self._opponent.trained_seats(await self._count_seats(prompt), prompt)
+        seats = await self._count_seats(prompt)
+        if self._opponent is None:
+            return list(range(seats))
+        if seats == 1:
+            raise ConfigurationError("OPPONENT is set, but the environment has one seat; unset OPPONENT")
+        return [_seed_of(prompt) % seats]  # so the seed chooses
 
     async def _count_seats(self, prompt: Prompt) -> int:
         """Return the number of seats of the prompt's environment, from an episode that is begun and ended.

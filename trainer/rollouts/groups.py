@@ -86,7 +86,7 @@ class Sampler(ABC):
         self.teacher: TeacherClient | None = None
         """The teacher behind TEACHER_URL."""
         if settings.teacher_url:
-            longest, deadline = settings.way.longest_answer, settings.service_deadline_seconds
+            longest, deadline = settings.answer_tokens, settings.service_deadline_seconds
             self.teacher = TeacherClient(settings.teacher_url, longest, deadline=deadline)
         self._may_be_judged = settings.needs_rewards
         """False once the reward-server said that it has no judge, and without one."""

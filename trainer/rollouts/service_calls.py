@@ -30,10 +30,9 @@ from services.run_page.activity import Activity
 from trainer.config import TrainerSettings
 from trainer.publishing.publisher import ask_workers
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups
-from trainer.rollouts.clients import Clients
+from trainer.rollouts.clients import Clients, SuccessRates
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import judge, make_groups, makers_of
-from trainer.rollouts.success_rates import SuccessRates
 
 T = TypeVar("T")
 

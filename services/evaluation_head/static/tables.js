@@ -44,12 +44,10 @@ export function showServers(table, servers) {
       count(server.lost),
       count(number(server.returns.mean)),
       count(number(server.states)),
-      count(server.usage?.cores.toFixed(2) ?? "–"),
-      count(server.usage ? `${number(server.usage.memory_bytes)}B` : "–"),
       count(duration(server.seconds_since_heard)),
     ],
   }));
-  const names = ["server", "state", "mode", "environment", "policy", ">active", ">finished", ">lost", ">mean return", ">states", ">cores", ">memory", ">heard"];
+  const names = ["server", "state", "mode", "environment", "policy", ">active", ">finished", ">lost", ">mean return", ">states", ">heard"];
   fill(table, names, rows, "No server has come yet. Set EVAL_HEAD_ENDPOINT on an environment server, or let the head discover one.");
 }
 

@@ -41,19 +41,6 @@ def servers() -> Iterator[list[Endpoint]]:
         yield [address_of(stack.enter_context(served_ready(create_app(settings)))) for _ in range(2)]
 
 
-async def test_an_episode_is_played_to_its_end(servers: list[Endpoint]) -> None:
-    async with EnvironmentClient(servers) as client, begun(client, 7) as episode:
-        assert episode.environment.id == "guessing"
-        assert "2 guesses" in episode.state[0]["content"]
-        refused = await step(client, episode, 5)
-        assert (refused.status, episode.steps) == (StepStatus.REFUSED, 0)
-        assert (await step(client, episode, "50")).status is StepStatus.RUNNING
-        assert not episode.has_ended
-        assert (await step(client, episode, "0")).status is StepStatus.TRUNCATED
-        assert episode.has_ended
-        assert (episode.steps, episode.episode_return) == (2, 0.0)
-
-
 async def test_equal_seeds_begin_equal_episodes_on_all_servers_in_turn(servers: list[Endpoint]) -> None:
     async with EnvironmentClient(servers) as client:
         episodes = [(await client.begin([3]))[0] for _ in range(4)]
@@ -125,26 +112,6 @@ async def test_the_client_waits_for_the_only_server_that_can_continue_an_episode
     ) as server:
         async with EnvironmentClient([server.endpoint]) as client, begun(client, 1) as episode:
             assert (await step(client, episode, "1")).reward == 1.0
-
-
-async def test_a_step_that_fails_at_a_healthy_server_is_repeated_after_a_pause() -> None:
-    info = {"id": "e", "state": {"kind": "messages"}, "action": {"kind": "text"}, "max_steps": 9}
-    start = {"environment": info, "episodes": [{"episode": "x", "seed": 1, "state": []}]}
-    asked: list[int] = []
-
-    def answer(_: Any) -> Any:
-        asked.append(1)
-        return {"results": []}
-
-    routes = {
-        "POST /reset": lambda _: start,
-        "POST /step": answer,
-        "POST /close": lambda _: {"closed": 1, "unknown": 0},
-    }
-    with fake_service(routes | {"GET /health": lambda _: {}}) as server:
-        async with EnvironmentClient([server.endpoint], deadline=1) as client, begun(client, 1) as episode:
-            assert (await step(client, episode, "1")).status is StepStatus.LOST
-    assert 1 < len(asked) <= 2 + 1 / environment.PAUSE_SECONDS
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from services.environment_server.games import GuessingGame
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import StepStatus
 from tests.services.clients.playing import begun, step
-from tests.services.conftest import StartService
 from tests.services.environment_server import odd_environments
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -143,28 +142,6 @@ async def test_a_run_whose_servers_stop_again_and_again_has_the_returns_of_an_un
         assert await play_until(client, restarting.done, 0.01) > AT_ONCE
         await restarting
     assert replays() - before >= 3, "each end has an episode that begins again"
-
-
-@pytest.mark.slow
-async def test_servers_that_are_killed_in_mid_episode_lose_none(start_service: StartService) -> None:
-    variables = {"ENVIRONMENT": "guessing", "ENVIRONMENT_MAX_STEPS": str(TURNS)}
-    servers = [start_service("services.environment_server", **variables) for _ in range(2)]
-    before = replays()
-
-    async def kill() -> None:
-        for place in (0, 1, 0):
-            await wait_for_episodes(client, place)
-            port = servers[place].port
-            servers[place].kill()
-            servers[place] = await asyncio.to_thread(
-                start_service, "services.environment_server", port=port, **variables
-            )
-
-    async with client_of(*servers) as client:
-        killing = asyncio.create_task(kill())
-        assert await play_until(client, killing.done, 0.05) > AT_ONCE
-        await killing
-    assert replays() - before >= 3, "each kill has an episode that begins again"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -24,7 +23,6 @@ from services.core.endpoints import (
     proxy_of,
     reached_at,
 )
-from services.http.server import listen
 
 PROXY = "http://proxy.corp:3128"
 NODES = {
@@ -173,15 +171,3 @@ def test_a_node_listens_on_all_interfaces_of_the_protocol_that_nodes_have(
     bind, usual = bind_address(Task.DATA_SERVER), Endpoint("data-server-0.grpo", 8000)
     assert bind == Endpoint(host, 8000)
     assert reached_at(bind, usual) == (bind if host == "127.0.0.1" else usual)
-
-
-@pytest.mark.parametrize(
-    ("host", "reached"), [("::", ["::1", "127.0.0.1"]), ("::1", ["::1"]), ("0.0.0.0", ["127.0.0.1"])]
-)
-def test_a_listener_is_reached_by_the_protocols_of_its_address(host: str, reached: list[str]) -> None:
-    if ":" in host and not socket.has_dualstack_ipv6():
-        pytest.skip("this machine has no IPv6; enable it in the kernel")
-    with listen(host, 0) as listener:
-        port = listener.getsockname()[1]
-        for address in reached:
-            socket.create_connection((address, port), timeout=5).close()

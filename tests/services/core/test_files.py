@@ -22,15 +22,6 @@ from services.core.files import (
 )
 
 
-@pytest.mark.parametrize("content", ["größer\n", "größer\n".encode()])
-def test_a_file_is_replaced_whole(tmp_path: Path, content: bytes | str) -> None:
-    path = tmp_path / "state.json"
-    path.write_text("old and longer\n")
-    atomic_write(path, content)
-    assert path.read_text() == "größer\n"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("old")
@@ -90,11 +81,6 @@ def test_the_projects_own_demo_model_is_named_elsewhere(tmp_path: Path, monkeypa
     demo_model.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match=f"it is there as --env MODEL_NAME={demo_model}"):
         check_model_directory("elsewhere/models/smollm2-135m")
-
-
-def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="make demo"):
-        check_model_directory(str(tmp_path / "smollm2-135m"))
 
 
 @pytest.mark.parametrize("target", ["nowhere", "elsewhere"])

@@ -22,15 +22,13 @@ from services.core.machine import (
     Compute,
     ComputeType,
     decide_compute,
-    multiplies_bfloat16,
     threads,
 )
-from services.embedded_engine.compute.loading import load
+from services.embedded_engine.loading import load
 from services.engines.settings import EngineSettings, RolloutSettings
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.torch_policy import TorchPolicy
 from services.reward_server.reward_model import RewardModel
-from tests.services.evaluation_head.policies import publish_lean
 from tests.tolerance import BOTH_TYPES
 from tests.waiting import LIMIT_SECONDS
 from trainer.config import TrainerSettings
@@ -78,7 +76,7 @@ def test_the_drivers_version_is_read_from_its_file(monkeypatch: pytest.MonkeyPat
     [
         lambda: load(EngineSettings.load(model_name="no/model")),
         lambda: TorchPolicy("policy", Path("no-file"), HeadSettings.load()),
-        lambda: RewardModel("no/model", max_tokens=8),
+        lambda: RewardModel("no/model"),
     ],
     ids=["embedded engine", "evaluation head", "reward model"],
 )
@@ -88,12 +86,6 @@ def test_no_program_computes_on_the_processor_of_a_node_with_gpus(
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "64")
     with pytest.raises(ConfigurationError, match="SKYPILOT_NUM_GPUS_PER_NODE is 64, but torch sees"):
         start()
-
-
-def test_a_node_of_a_cluster_says_how_many_gpus_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "two")
-    with pytest.raises(ConfigurationError, match="is 'two'; allowed is a whole number"):
-        machine.promised_gpus()
 
 
 @pytest.fixture
@@ -131,37 +123,6 @@ def test_processes_share_the_cores(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert threads(processes=processes) == expected
-
-
-@pytest.mark.usefixtures("machine_with_16_cores")
-def test_torch_computes_with_more_threads_than_the_variable_said_at_its_import() -> None:
-    """Ray's variable is there before torch is; what a process sets afterwards counts in all its threads."""
-    program = """
-import threading, torch
-from services.core import machine
-torch.set_num_threads(machine.threads(processes=2))
-seen = [torch.get_num_threads()]
-other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-other.start(); other.join()
-print(*seen)
-"""
-    environment = os.environ | {THREADS_VARIABLE: "1", NODE_RANK_VARIABLE: "0"}
-    program = "import os; os.sched_getaffinity = lambda _: set(range(6))\n" + program
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3", "3"]
-
-
-@pytest.mark.usefixtures("machine_with_16_cores")
-def test_models_on_the_processor_take_these_threads(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Embedded engine and evaluation head take all cores."""
-    publish_lean(tmp_path)
-    numbers: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    load(EngineSettings.load(model_name=str(tiny_model)))
-    TorchPolicy("lean", tmp_path, HeadSettings())
-    assert numbers == [16, 16]
 
 
 needs_glibc = pytest.mark.skipif(sys.platform != "linux", reason="the C library is asked for this on Linux only")
@@ -287,13 +248,6 @@ def test_auto_is_bfloat16_where_the_hardware_multiplies_it(
 ) -> None:
     decided = decide_compute("X", ComputeType(wanted), device=device, multiplies_bfloat16=has_instructions, threads=3)
     assert decided == Compute(device, ComputeType(chosen), 3, reason)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "expected"), [(WITH, True), ({"amx_bf16": True}, True), (WITHOUT, False), ({"bf16": True}, False)]
-)
-def test_bfloat16_instructions_are_those_of_avx512_and_amx(capabilities: dict[str, Any], expected: bool) -> None:
-    assert multiplies_bfloat16(capabilities) is expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides before the processor does")

@@ -81,13 +81,6 @@ def snapshot(tmp_path: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_several_processes_fetch_each_file_once(served, start, tmp_path):
-    processes = [start() for _ in range(3)]
-    assert [ended(one)[0] for one in processes] == [0, 0, 0]
-    assert served.fetched == dict.fromkeys(FILES, 1)
-    assert snapshot(tmp_path) == FILES
-
-
 def test_a_complete_model_is_not_asked_for_again(served, start):
     assert ended(start())[0] == 0
     listings = served.listings
@@ -131,11 +124,6 @@ def test_after_a_killed_downloader_another_fetches_what_is_missing(served, start
     assert {name: served.fetched[name] for name in small} == small
 
 
-def test_a_model_that_the_hub_does_not_have_is_left_to_the_loader(start):
-    code, log = ended(start("team/none"))
-    assert (code, "the hub does not list the model's files" in log) == (0, True), log
-
-
 def test_a_broken_download_names_model_and_cache(served, start):
     served.refused.add("model.safetensors")
     code, log = ended(start())
@@ -172,8 +160,3 @@ def test_a_model_whose_configuration_lacks_a_number_is_named(tmp_path, text, mes
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigurationError, match=f"MODEL_NAME .*configuration cannot be loaded: .*{message}"):
         vocabulary_size(str(tmp_path), "MODEL_NAME")
-
-
-def test_a_name_that_no_hub_has_is_named():
-    with pytest.raises(ConfigurationError, match="--model 'no/such-model': its configuration cannot be loaded"):
-        vocabulary_size("no/such-model", "--model")

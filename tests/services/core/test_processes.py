@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
-from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
@@ -72,31 +69,3 @@ def test_a_stale_process_that_ends_by_itself_is_not_killed(tmp_path: Path) -> No
     with running(tmp_path, leaving), running(tmp_path, START.format(seconds=IDLE_SECONDS)) as (shell, _):
         assert shell.wait(IDLE_SECONDS) == 0
         assert ended.exists()
-
-
-@pytest.mark.slow
-def test_a_service_takes_the_port_of_a_stale_process(tmp_path: Path) -> None:
-    port = str(free_port())
-    environment = os.environ | {"SKYPILOT_TASK_ID": "t-3", "SKYPILOT_NODE_RANK": "0"}
-    command = [sys.executable, "-m", "services.reward_server", "--port", port]
-
-    def healthy(process: subprocess.Popen[bytes]) -> bool:
-        assert process.poll() is None
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).is_success
-        except httpx.TransportError:
-            return False
-
-    with subprocess.Popen(command, env=environment) as old:
-        try:
-            wait_until(lambda: healthy(old), "the first answers", every=0.1)
-            os.kill(old.pid, signal.SIGSTOP)
-            with subprocess.Popen(command, env=environment) as new:
-                try:
-                    wait_until(lambda: old.poll() is not None, "the first has ended", every=0.1)
-                    wait_until(lambda: healthy(new), "the second answers", every=0.1)
-                finally:
-                    new.kill()
-        finally:
-            old.kill()
-    assert old.returncode == -signal.SIGKILL

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.core.run_ids import UNDER_WAY_SECONDS, default_run_id
+from services.core.run_ids import default_run_id
 from services.core.settings import Settings
 
 # <sky-managed-time>_<group>_<task>_<job>-<task number>, as SkyPilot 0.14.1 makes it in jobs/controller.py
@@ -79,11 +79,6 @@ def test_only_a_run_that_has_not_ended_keeps_its_name_after_a_restart_of_the_con
     begin(tmp_path, FIRST, **former)
     assert run_id(monkeypatch, tmp_path, LATE) == expected
     assert run_id(monkeypatch, tmp_path, EARLY) == FIRST
-
-
-def test_a_run_that_has_written_nothing_for_days_is_not_continued(monkeypatch, tmp_path):
-    begin(tmp_path, FIRST, quiet=UNDER_WAY_SECONDS + 60)
-    assert run_id(monkeypatch, tmp_path, LATE) == SECOND
 
 
 def test_runs_of_other_jobs_and_groups_do_not_lend_their_names(monkeypatch, tmp_path):

@@ -33,14 +33,6 @@ def test_a_call_returns_the_result_or_raises_the_error(thread: ServiceThread) ->
         thread.call(divide(0))
 
 
-def test_a_timeout_of_the_work_is_its_error_and_no_end_of_the_wait(thread: ServiceThread) -> None:
-    async def late() -> None:
-        raise TimeoutError("the worker")
-
-    with pytest.raises(TimeoutError, match="the worker"):
-        thread.call(late())
-
-
 def test_work_goes_on_while_the_caller_does_something_else_meanwhile(thread: ServiceThread) -> None:
     # Such as writing a policy version again that the shared volume has lost, while groups are generated.
     may_end = asyncio.Event()
@@ -84,13 +76,3 @@ def test_a_wait_that_is_given_up_cancels_the_work(thread: ServiceThread, stop: t
     with pytest.raises(InterruptedCallError if how == "stop" else OSError):
         thread.call(work(), interruptible=True, meanwhile=meanwhile)
     assert cancelled.wait(30)
-
-
-def test_a_call_that_must_end_is_not_interrupted(thread: ServiceThread, stop: threading.Event) -> None:
-    stop.set()
-
-    async def save() -> str:
-        await asyncio.sleep(0.3)
-        return "saved"
-
-    assert thread.call(save()) == "saved"

@@ -59,11 +59,6 @@ def test_a_file_that_is_not_valid_is_refused_with_its_line(write, text, message)
     assert str(path) in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"mix.yaml' cannot be read \(No such file"):
-        load_sources(tmp_path / "mix.yaml")
-
-
 @pytest.mark.parametrize(
     "ratios",
     [
@@ -83,11 +78,6 @@ def test_at_every_place_each_source_has_had_its_quota_rounded_down_or_up(ratios)
         for name, share in shares.items():
             quota = share * (place + 1)
             assert math.floor(quota) <= counts[name] <= math.ceil(quota), (name, place)
-
-
-def test_each_step_has_exactly_its_share_where_the_batch_divides():
-    schedule = Schedule({"a": 2, "b": 1, "c": 1})
-    assert all(schedule.counts(8 * t, 8 * t + 8) == {"a": 4, "b": 2, "c": 2} for t in range(40))
 
 
 def test_a_schedule_is_the_same_from_any_place_on():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,26 +20,6 @@ def test_every_epoch_is_a_permutation_of_its_own_and_the_same_for_the_same_seed(
     assert [order(1000).of(epoch).tolist() for epoch in range(3)] == orders
     assert order(1000, seed=1).of(0).tolist() != orders[0]
     assert order(10, curriculum=Curriculum.SOURCE).of(5).tolist() == list(range(10))
-
-
-def test_a_walk_goes_on_into_the_next_epoch_or_ends_with_it() -> None:
-    prompts, after = walk(order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True)
-    assert prompts == [(3, 0, 3), (4, 0, 4), (0, 1, 0), (1, 1, 1)]
-    assert after == Cursor(epoch=1, position=2)
-    prompts, after = walk(
-        order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True, ends_with_epoch=True
-    )
-    assert [place for place, _, _ in prompts] == [3, 4]
-    assert after == Cursor(epoch=1, position=0)
-    prompts, after = walk(
-        order(5, curriculum=Curriculum.SOURCE), Cursor(position=5), 2, lambda place: True, ends_with_epoch=True
-    )
-    assert prompts == [(0, 1, 0), (1, 1, 1)]
-
-
-def test_a_walk_gives_up_after_an_epoch_in_which_nothing_qualifies() -> None:
-    prompts, _ = walk(order(50), Cursor(), 4, lambda place: False)
-    assert prompts == []
 
 
 @given(
@@ -66,18 +45,3 @@ def test_from_any_cursor_each_unused_prompt_comes_once_before_the_epoch_ends(
             break
     expected = [p for p in range(position, size) if p not in skip and int(places.of(epoch)[p]) in short]
     assert seen == expected
-
-
-def test_a_curriculum_brings_the_wanted_success_rates_early_and_each_prompt_once() -> None:
-    rates = np.repeat(np.array([0.0, 0.5, 1.0], np.float32), 400)
-    permutations = order(1200, curriculum=Curriculum.BALANCED, rates_at_start=lambda epoch: rates)
-    places = permutations.of(1)
-    assert sorted(places.tolist()) == list(range(1200))
-    first = rates[places[:300]]
-    assert np.mean(first == 0.5) > 0.5
-
-
-def test_prompts_never_tried_count_as_balanced() -> None:
-    rates = np.array([np.nan] * 300 + [0.0] * 300, np.float32)
-    places = order(600, curriculum=Curriculum.BALANCED, rates_at_start=lambda epoch: rates).of(0)
-    assert np.mean(places[:200] < 300) > 0.8

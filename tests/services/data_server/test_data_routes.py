@@ -83,16 +83,6 @@ async def test_cursors_can_be_read_and_set_with_prompts_to_skip(serving: Any, ap
         }
 
 
-async def test_the_cursors_of_two_hundred_collectors_are_told(serving: Any, app: Any) -> None:
-    # The trainer looks among them for those that are not done.
-    async with serving(app()) as client:
-        for number in range(200):
-            request = {"consumer": f"collector-{number}", "cursor": {"epoch": number}}
-            await client.put("/cursor", json=request)
-        cursors = (await client.get("/stats")).json()["cursors"]
-    assert [cursors[f"collector-{number}/train"]["epoch"] for number in range(200)] == list(range(200))
-
-
 async def test_cursors_survive_a_restart_in_the_run_directory(serving: Any, app: Any) -> None:
     async with serving(app(on_disk=True)) as client:
         await drawn(client, consumer="a", request_id="r1")
@@ -132,12 +122,6 @@ async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any
     async with application.router.lifespan_context(application):
         with pytest.raises(ConfigurationError, match="MAX_PROMPT_TOKENS=2"):
             await wait_ready(application)
-
-
-async def test_few_shot_examples_are_never_asked(serving: Any, app: Any) -> None:
-    async with serving(app(prompt_style="few_shot")) as client:
-        stats = (await client.get("/stats")).json()
-        assert stats["train_prompts"] == 34
 
 
 async def test_the_held_out_prompts_come_in_order_and_end(serving: Any, app: Any) -> None:
@@ -206,16 +190,6 @@ async def test_a_query_that_does_not_fit_is_refused_and_moves_no_cursor(serving:
             response = await client.get("/prompts", params=params)
             assert response.status_code == 422, params
             assert (await client.get("/cursor")).json()["position"] == 0
-
-
-def test_settings_that_do_not_fit_are_named() -> None:
-    for name, value in (
-        ("prompt_style", "poem"),
-        ("curriculum", "hardest"),
-        ("method", "dpo"),
-    ):
-        with pytest.raises(ConfigurationError, match=name.upper()):
-            DataSettings.load(**{name: value})
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +120,9 @@ def test_without_a_model_there_are_no_token_ids(chat_model: str) -> None:
     assert maker(None).token_ids(["a", "b"]) == [[], []]
 
 
-def test_a_batch_of_questions_gets_the_same_ids_as_each_question_alone(chat_model: str) -> None:
-    renderer = maker(chat_model)
-    questions = [f"What is {i}?" for i in range(300)]
-    assert renderer.token_ids(questions) == [renderer.token_ids([question])[0] for question in questions]
-
-
 def test_a_chat_style_without_a_template_is_refused(base_model: str) -> None:
     with pytest.raises(ConfigurationError, match="PROMPT_STYLE=plain"):
         maker(base_model)
-
-
-def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path: Any) -> None:
-    with pytest.raises(ConfigurationError, match="MODEL_NAME") as error:
-        load_tokenizer(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(40)]
@@ -181,16 +168,3 @@ def test_the_fingerprint_shows_a_changed_row_and_an_added_row(fingerprint: Any, 
     for rows in (*changed, [*ROWS, {"question": "1+2=", "answer": "3"}]):
         after = fingerprint(dataset=str(write_rows(tmp_path / "changed.jsonl", rows)))
         assert after["training prompts"] != before["training prompts"]
-
-
-def test_the_fingerprint_shows_other_arithmetic(fingerprint: Any) -> None:
-    before = fingerprint(dataset="arithmetic")
-    for config in ({"operations": "-"}, {"digits": [1, 2]}, {"template": "{a} {op} {b} = ?"}):
-        after = fingerprint(dataset="arithmetic", dataset_config=json.dumps(config))
-        assert after["training prompts"] != before["training prompts"]
-        assert after["held-out prompts"] != before["held-out prompts"]
-
-
-def test_the_fingerprint_shows_another_chat_template(fingerprint: Any, base_model: str) -> None:
-    before, after = fingerprint(prompt_style="few_shot"), fingerprint(prompt_style="few_shot", model_name=base_model)
-    assert {part for part in before if before[part] != after[part]} == {"form"}

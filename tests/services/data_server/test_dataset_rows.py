@@ -69,21 +69,6 @@ def test_a_ground_truth_keeps_its_text(load: Any, form: str, truth: str) -> None
     assert truths(source.train) + truths(source.test) == [truth] * 3
 
 
-def test_columns_are_taken_by_name(load: Any) -> None:
-    rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
-    source = load(rows, prompt_column="q", ground_truth_column="a")
-    row = source.train.take([0])[0]
-    assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")
-
-
-def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> None:
-    rows = [{"question": f"q{i}", "answer": f"{i}"} for i in range(100)]
-    first, again, other = (load(rows, dataset_held_out=0.2, data_seed=seed) for seed in (1, 1, 2))
-    assert (len(first.train), len(first.test)) == (80, 20)
-    assert set(truths(first.train)).isdisjoint(truths(first.test))
-    assert truths(first.test) == truths(again.test) != truths(other.test)
-
-
 def test_a_question_is_on_one_side_with_all_of_its_rows(load: Any) -> None:
     breaks = (" ", "  ", "\n", "\t ")
     rows = [{"question": f"What is{gap}{i} + 1?{gap}", "answer": f"{i}"} for gap in breaks for i in range(50)]
@@ -112,13 +97,6 @@ def test_training_rows_whose_question_a_given_split_holds_out_are_left_out_and_c
         load(rows, dataset_test=write_rows(tmp_path / "same.jsonl", rows))
 
 
-def test_examples_and_rewards_hold_out_the_same_questions(load: Any) -> None:
-    rows = [{"prompt": f"{i} + 1?", "completion": f"It is {i + 1}.", "answer": f"{i + 1}"} for i in range(40)]
-    learned, rewarded = (load(rows, dataset_held_out=0.25, method=method) for method in ("sft", "rl"))
-    assert learned.test.numbers.tolist() == rewarded.test.numbers.tolist()
-    assert (len(learned.train), len(learned.test)) == (30, 10)
-
-
 def test_rows_whose_visible_columns_differ_ask_different_questions(load: Any, tmp_path: Path) -> None:
     rows = [{"question": "Mend it.", "answer": f"{i}", "repository": f"r{i % 4}", "more": i} for i in range(8)]
     test = write_rows(tmp_path / "test.jsonl", [rows[1] | {"more": 9}])
@@ -138,6 +116,8 @@ def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
     Path("broken.jsonl").write_text('{"question": "a", "answer": "1"}\n\n{"question": "a", "ans')
     Path("empty.jsonl").write_text("")
     Path("rows.txt").write_text("a question")
+    Path("rows.csv").write_text("question,answer")
+    Path("rows.json").write_text("[]")
     Path("folder.jsonl").mkdir()
     write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}] * 2)
     write_rows(Path("one.jsonl"), [{"question": "a", "answer": "1"}])
@@ -147,8 +127,10 @@ def test_a_dataset_that_cannot_be_had_is_named_in_one_line(
         ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
         ("missing.csv", {}, "DATASET 'missing.csv' is not a file"),
         ("rows.txt", {}, "DATASET 'rows.txt': allowed are"),
+        ("rows.csv", {}, "pandas.read_csv('rows.csv'"),
+        ("rows.json", {}, "pandas.read_json('rows.json'"),
         ("folder.jsonl", {}, "DATASET 'folder.jsonl' cannot be read"),
-        ("broken.jsonl", {}, "line 3, column 19"),
+        ("broken.jsonl", {}, "line 3, column 23"),
         ("empty.jsonl", {}, "'empty.jsonl' is empty"),
         ("nothing.jsonl", {}, "2 with no question"),
         ("one.jsonl", {}, "'one.jsonl' has a single question"),
@@ -217,3 +199,10 @@ def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypat
     assert (len(source.train), len(source.test)) == (2, 2)
     with pytest.raises(ConfigurationError, match="DATASET_TEST_SPLIT"):
         load("owner/name", dataset_test_split="exam")
+
+
+def test_columns_are_taken_by_name(load: Any) -> None:
+    rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
+    source = load(rows, prompt_column="q", ground_truth_column="a")
+    row = source.train.take([0])[0]
+    assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")

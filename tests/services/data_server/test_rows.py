@@ -110,7 +110,7 @@ def test_columns_of_a_schema_have_a_defined_form_in_json_and_binary_ones_are_lef
     second = first | {"question": "b", "answer": "2", "day": None, "single": 2.0, "half": 2.0, "big": 1}
     second |= {"nested": {"a": [], "b": None}, "kind": "y"}
     assert json.loads(row) in (first, second)
-    assert set(data.columns) == set(first)
+    assert set(data.rows.columns) == set(first)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -195,7 +195,7 @@ def test_columns_with_reserved_names_are_reached_through_the_row_alone(tmp_path:
     rows = [{"prompt": f"q{i}", "ground_truth": str(i), "messages": [], "row": 1, "level": 2} for i in range(4)]
     data = load(DataSettings(dataset=str(write_rows(tmp_path / "rows.jsonl", rows))))
     # The columns of question and answer have names of their own for rewards.
-    assert data.shadowed == ["messages", "row"]
+    assert data.rows.shadowed == ["messages", "row"]
 
 
 def test_the_fingerprint_shows_a_changed_column_and_nothing_else_changes(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.embedded_engine.compute.engine import Engine
-from services.embedded_engine.compute.loading import Loaded, load
-from services.embedded_engine.compute.sequences import Request
-from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.engine import Engine
+from services.embedded_engine.loading import Loaded, load
+from services.embedded_engine.requests import SamplingParams, make_request
+from services.embedded_engine.scheduler import Request, Sequence
 from services.engines.settings import EngineSettings
 from tests.tolerance import type_in_force
 from tests.waiting import IDLE_SECONDS
@@ -41,20 +41,23 @@ class RunningEngine:
         self.loaded = loaded
         self.failures: list[Exception] = []
         self.engine = Engine(loaded, self.failures.append, max_queued=max_queued, prefill_tokens=64)
+        self._watchers: dict[Request, Callable[[Sequence], Any]] = {}
+        self._finish_reason = self.engine._scheduler._finish_reason
+        self.engine._scheduler._finish_reason = self._watch  # type: ignore[method-assign]
         self.engine.start()
 
-    def request(self, prompt: list[int] | None = None, **fields: Any) -> Request:
-        """A request that is not submitted; fields are sampling parameters or make_request's own."""
-        own = {
-            key: fields.pop(key)
-            for key in ("rid", "use_adapter", "logprob_start", "top_logprobs", "on_progress")
-            if key in fields
-        }
-        params = SamplingParams.model_validate({"max_new_tokens": 8, "ignore_eos": True, **fields})
-        return make_request(PROMPT if prompt is None else prompt, params, self.loaded, **own)
+    def _watch(self, sequence: Sequence, token: int) -> Any:
+        """Tell the watcher of a request, in the engine's thread, about each new token."""
+        self._watchers.get(sequence.request, lambda _: None)(sequence)
+        return self._finish_reason(sequence, token)
 
-    def submit(self, prompt: list[int] | None = None, **fields: Any) -> Future[Request]:
-        request = self.request(prompt, **fields)
+    def submit(self, prompt: list[int] | None = None, *, on_progress: Any = None, **fields: Any) -> Future[Request]:
+        """Submit a request; fields are sampling parameters or make_request's own."""
+        own = {key: fields.pop(key) for key in ("rid", "use_adapter", "logprob_start", "top_logprobs") if key in fields}
+        params = SamplingParams.model_validate({"max_new_tokens": 8, "ignore_eos": True, **fields})
+        request = make_request(PROMPT if prompt is None else prompt, params, self.loaded, **own)
+        if on_progress is not None:
+            self._watchers[request] = on_progress
         self.engine.submit(request)
         return request.done
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.embedded_engine.compute.adapters import pack_adapter, read_adapter, unpickle_tensors
-from services.embedded_engine.compute.engine import NotIdleError
-from services.embedded_engine.compute.loading import load
-from services.embedded_engine.compute.sequences import Request
-from services.embedded_engine.compute.weights import WeightsError
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine.adapters import pack_adapter, read_adapter, unpickle_tensors
+from services.embedded_engine.app import create_app
+from services.embedded_engine.engine import NotIdleError
+from services.embedded_engine.loading import load
+from services.embedded_engine.scheduler import Request
+from services.embedded_engine.weights import WeightsError
 from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.services.conftest import Serving
@@ -207,7 +207,7 @@ async def test_refusals_change_nothing(
         ):
             reply = await http.post(f"/{route}", json=body)
             assert reply.status_code == 400
-            assert reason in reply.json()["error_message"]
+            assert reason in reply.json()["message"]
             assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == [str(tiny_model)]
         assert (await http.post("/load_lora_adapter", json=load_first)).status_code == 200
         again = await http.post("/load_lora_adapter", json={**load_first, "lora_path": str(adapters[1])})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.embedded_engine.compute.attention import attend, attend_causally, causal_mask, joins_rows, round_up
+from services.embedded_engine.kv_cache import round_up
+from services.embedded_engine.model import attend, attend_causally, causal_mask, joins_rows
 from tests.tolerance import both_types
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from services.embedded_engine.compute import weights
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine import weight_routes
+from services.embedded_engine.app import create_app
 from services.weights.broadcast_group import flattened
 from tests.ports import free_port
 from tests.services.embedded_engine.conftest import PROMPT, settings_for
@@ -164,7 +164,7 @@ async def test_a_group_whose_members_do_not_come_keeps_no_update_waiting(
         raise RuntimeError("nobody came")
 
     async with serving(create_app(settings_for(tiny_model))) as client:
-        monkeypatch.setattr(weights, "join_weights_group", meet_nobody)
+        monkeypatch.setattr(weight_routes, "join_weights_group", meet_nobody)
         joining = asyncio.create_task(join(client, free_port()))
         try:
             assert await asyncio.to_thread(waiting.wait, 60)

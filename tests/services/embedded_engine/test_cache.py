@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
-from services.embedded_engine.compute.kv_cache import KVCache, PrefixCache, common_length
-from services.embedded_engine.compute.weights import Architecture
+from services.embedded_engine.kv_cache import KVCache, PrefixCache, common_length
+from services.embedded_engine.weights import Architecture
 from tests.services.embedded_engine.test_model import CONFIGS
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from services.embedded_engine.compute.sequences import Request
+from services.embedded_engine.scheduler import Request
 from tests.services.embedded_engine.conftest import PROMPT, RunningEngine
 from tests.services.embedded_engine.test_engine import MakeEngine, held, other_weights, outputs
 from tests.tolerance import both_types

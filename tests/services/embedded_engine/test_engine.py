@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.embedded_engine.compute.engine import EngineStoppedError, NotIdleError, QueueFullError
-from services.embedded_engine.compute.model import Model
-from services.embedded_engine.compute.sequences import Request, Sequence
+from services.embedded_engine.engine import EngineStoppedError, NotIdleError, QueueFullError
+from services.embedded_engine.model import Model
+from services.embedded_engine.scheduler import Request, Sequence
 from tests.services.embedded_engine.conftest import PROMPT, RunningEngine
 from tests.tolerance import both_types, logprob_tolerance
 from tests.waiting import IDLE_SECONDS

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from services.embedded_engine.compute.kv_cache import KVCache
-from services.embedded_engine.compute.model import Model, pack_weights
-from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
+from services.embedded_engine.kv_cache import KVCache
+from services.embedded_engine.model import Model, pack_weights
+from services.embedded_engine.weights import Architecture, WeightsError, read_directory
 from tests.tolerance import both_types, logprob_tolerance
 from tests.toy_models import noisy_model
 

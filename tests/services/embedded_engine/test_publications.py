@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine.app import create_app
 from services.engines.engine import ASLEEP, Embedded
 from services.engines.router import ENGINE_LABEL
 from services.weights.policy_store import ADAPTER_NAME

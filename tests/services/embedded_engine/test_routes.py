@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from services.embedded_engine.compute.engine import Engine
-from services.embedded_engine.http import app
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine import app
+from services.embedded_engine.app import create_app
+from services.embedded_engine.engine import Engine
 from tests.services.embedded_engine.conftest import PROMPT, settings_for
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
@@ -39,7 +39,7 @@ async def test_refused_requests_get_400_with_the_reason_and_change_nothing(servi
         (body([5] * 256), "context length is 256"),
         ({"sampling_params": {}}, "either as input_ids or as text"),
         ({**body(), "text": "3"}, "either as input_ids or as text"),
-        ({**body(), "stream": True}, "/v1/chat/completions"),
+        ({**body(), "stream": True}, "stream is not supported"),
         ({**body(), "lora_path": "other"}, "LoRA adapter other is not loaded"),
         ({**body(), "return_logprob": True, "logprob_start_len": 4}, "beyond the prompt's 4 tokens"),
     ]

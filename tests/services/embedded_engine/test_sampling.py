@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.embedded_engine.compute.sampling import Sampler, Sampling, stream_key, uniforms
+from services.embedded_engine.sampling import Sampler, Sampling, stream_key, uniforms
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.embedded_engine.compute import weights
-from services.embedded_engine.http.app import create_app
+from services.embedded_engine import weight_routes
+from services.embedded_engine.app import create_app
 from services.weights.shared_tensors import BucketError
 from tests.services.embedded_engine.conftest import settings_for
 from tests.services.embedded_engine.test_broadcast import from_directory, logprobs, version
@@ -48,7 +48,7 @@ def buckets(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise BucketError("the bucket cannot be read: its memory is not there")
         return {name: x for name, x in whole.items() if data == b"whole" or name != "model.norm.weight"}
 
-    monkeypatch.setattr(weights, "unpack_bucket", unpack)
+    monkeypatch.setattr(weight_routes, "unpack_bucket", unpack)
 
 
 async def test_shared_weights_serve_after_the_update_ends(serving: Serving, tiny_model: Path) -> None:

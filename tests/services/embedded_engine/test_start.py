@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from services.embedded_engine.compute.model import _rotary_frequencies
+from services.embedded_engine.model import _rotary_frequencies
 
 ROOT = Path(__file__).parents[3]
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -22,7 +22,7 @@ from services.embedded_engine.__main__ import import_application
 import_application()
 import torch
 from transformers import LlamaConfig
-from services.embedded_engine.compute.model import _rotary_frequencies
+from services.embedded_engine.model import _rotary_frequencies
 print([name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy", "accelerate") if name in sys.modules])
 print(_rotary_frequencies(LlamaConfig(rope_parameters={ROPE}))[0].tolist())
 """

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
+from services.embedded_engine.weights import Architecture, WeightsError, read_directory
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.environment_server import app as app_module
 from services.environment_server import episodes
-from services.environment_server.player import UsageMeter
 from services.environment_server.settings import EnvironmentSettings
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
@@ -284,14 +282,6 @@ async def test_a_server_whose_environment_is_unavailable_does_not_start(serving:
                 pass
 
 
-async def test_an_environment_that_cannot_be_reset_begins_no_episode(serving: Any, app: Any) -> None:
-    async with serving(app(environment=f"{ODD}Unborn-v0")) as client:
-        response = await client.post("/reset", json={})
-        assert response.status_code == 422
-        assert "RuntimeError: no world today (" in response.json()["detail"]
-        assert (await client.get("/stats")).json()["active"] == 0
-
-
 async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes, "MAX_EPISODES", 4)
     async with serving(app()) as client:
@@ -313,36 +303,6 @@ async def test_episodes_that_are_not_stepped_are_dropped(
         result = (await take(client, (episode, 0, 1)))[0]
         assert result["status"] == "lost"
         assert "reset a new one" in result["detail"]
-
-
-async def test_a_sweep_that_fails_is_repeated(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "SWEEP_SECONDS", 0.02)
-    monkeypatch.setattr(app_module, "IDLE_SECONDS", 0.05)
-    update, failures = UsageMeter.update, iter([OSError("no /proc")])
-
-    def moody(meter: UsageMeter) -> None:
-        if (error := next(failures, None)) is not None:
-            raise error
-        update(meter)
-
-    monkeypatch.setattr(UsageMeter, "update", moody)
-    async with serving(app()) as client:
-        await begin(client)
-        await stats_show(client, lambda stats: stats["active"] == 0)
-        assert next(failures, None) is None
-
-
-async def test_health_has_the_memory_of_a_large_process(
-    serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app_module, "SWEEP_SECONDS", 0.02)
-    monkeypatch.setattr(UsageMeter, "_read", staticmethod(lambda: (time.monotonic(), 1.0, 3 * 2**30)))
-    async with serving(app()) as client:
-
-        async def memory() -> Any:
-            return ((await client.get("/health")).json()["usage"] or {}).get("memory_bytes")
-
-        assert await eventually(memory) == 3 * 2**30
 
 
 MIX = """

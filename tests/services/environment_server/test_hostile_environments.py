@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 
 from services.core.errors import ConfigurationError
@@ -161,23 +160,3 @@ async def test_a_first_state_that_cannot_be_written_begins_no_episode(serving: A
         for _ in range(2):
             refused = await client.post("/reset", json={"request_id": "r"})
             assert (refused.status_code, "as its first state" in refused.json()["detail"]) == (422, True)
-
-
-@pytest.mark.slow
-def test_a_server_outlives_a_step_that_never_ends(start_service: Any) -> None:
-    server = start_service(
-        "services.environment_server", ENVIRONMENT=HOSTILE, ENVIRONMENT_STEP_SECONDS="2", ENVIRONMENT_SERVER_NAME="a"
-    )
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=IDLE_SECONDS) as client:
-        starts = client.post("/reset", json={"episodes": 2}).json()["episodes"]
-        hangs, goes_on = (start["episode"] for start in starts)
-
-        def step(episode: str, at: int, action: str) -> Any:
-            items = [{"episode": episode, "step": at, "action": action}]
-            return client.post("/step", json={"steps": items}).json()["results"][0]
-
-        assert step(hangs, 0, "step spin")["status"] == "lost"
-        assert step(goes_on, 0, "a")["status"] == "running"
-        assert client.get("/health").json()["status"] == "healthy"
-    server.process.terminate()
-    assert server.process.wait(IDLE_SECONDS) == 0

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head import driver, policies, policy, registry
-from services.evaluation_head import head as head_module
+from services.evaluation_head import app as app_module
+from services.evaluation_head import discovery, driver, policies, registry
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
 from tests.services.evaluation_head.policies import publish_lean, publish_times
@@ -29,15 +29,15 @@ def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CONSTANTS = {
-    "RELOAD_SECONDS": head_module,
-    "MAX_WAITING": policy,
+    "RELOAD_SECONDS": app_module,
+    "MAX_WAITING": policies,
     "SILENT_SECONDS": registry,
     "IDLE_SECONDS": registry,
     "PROBE_INTERVAL_SECONDS": driver,
     "ENTRANCE_SECONDS": driver,
     "REQUEST_SECONDS": driver,
-    "INTERVAL_SECONDS": head_module,
-    "TIMEOUT_SECONDS": head_module,
+    "INTERVAL_SECONDS": discovery,
+    "TIMEOUT_SECONDS": discovery,
     "ANSWER_SECONDS": policies,
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from services.evaluation_head.checkpoint import publish_policy
+from services.evaluation_head.torch_policy import publish_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 PAIR = StateSpec(kind=StateKind.NUMBERS, shape=[2])

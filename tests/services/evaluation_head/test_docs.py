@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head import checkpoint
-from services.evaluation_head.app import create_app
+from services.evaluation_head import torch_policy
 from services.evaluation_head.settings import HeadSettings
 from tests.services.evaluation_head.policies import Lean
-from tests.services.run_page.serving import served_ready
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/evaluation_head.md").read_text()
 FENCES = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_example_sends_states_as_bytes(lean: Path) -> None:
-    [text] = [text for language, _, text in FENCES if language == "python" and "tobytes" in text]
-    with served_ready(create_app(HeadSettings(head_policies=f"lean={lean}"))) as url:
-        names: dict[str, Any] = {"url": url, "states": np.array([[0, 0, 1, 0], [0, 0, -1, 0]])}
-        exec(compile(text, "evaluation_head.md", "exec"), names)
-    assert names["reply"]["actions"] == [1, 0]
-
-
 def test_the_python_example_publishes_a_policy(tmp_path: Path) -> None:
     [text] = [text for language, _, text in FENCES if language == "python" and "publish_policy" in text]
     exec(compile(text, "evaluation_head.md", "exec"), {"module": Lean(), "directory": tmp_path})
-    loaded = checkpoint.load(checkpoint.find(tmp_path), torch.device("cpu"))
+    loaded = torch_policy.load(torch_policy.find(tmp_path), torch.device("cpu"))
     assert loaded.source.version == 2
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from services.core.errors import ConfigurationError
-from services.evaluation_head import checkpoint
+from services.evaluation_head import torch_policy
 from services.evaluation_head.app import MAX_BODY_BYTES
 from tests.services.evaluation_head import policies
 from tests.services.run_page.serving import served
@@ -60,7 +60,7 @@ async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, he
     module = torch.nn.Linear(2, 3, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]))
-    checkpoint.save_policy(module, tmp_path / "p.pt2", policies.PAIR, policies.THREE)
+    torch_policy.save_policy(module, tmp_path / "p.pt2", policies.PAIR, policies.THREE)
     async with serving(head(head_policies=f"three={tmp_path / 'p.pt2'}")) as client:
         reply = await ask(client, states=[[1, 0], [0, 1], [-1, -1]])
         assert (reply["actions"], reply["policy_versions"]) == ([10, 11, 12], [None] * 3)
@@ -156,13 +156,10 @@ async def test_episodes_are_counted_once(serving: Any, head: Any) -> None:
 
 
 async def test_an_idle_episode_counts_as_lost(serving: Any, head: Any) -> None:
-    usage = {"cores": 0.8, "memory_bytes": 300_000_000}
     async with serving(head(IDLE_SECONDS=0.2)) as client:
-        await ask(client, state=[0, 0], server="s", usage=usage)
         await ask(client, state=[0, 0], episodes=[{"episode": "a"}], server="s")
         stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 1)
         assert stats["episodes"]["active"] == 0
-        assert [server["usage"] for server in stats["servers"]] == [usage], "the last that it reported"
 
 
 async def test_a_name_belongs_to_the_server_with_its_key(serving: Any, head: Any) -> None:
@@ -229,9 +226,9 @@ async def test_a_head_without_policies_or_with_bad_ones_does_not_start(serving: 
 
 def test_a_policy_is_published_below_a_directory_that_is_a_text(tmp_path: Path) -> None:
     module, form = policies.Times(1.0), (policies.PAIR, policies.NUMBERS)
-    published = checkpoint.publish_policy(module, str(tmp_path / "all"), 1, *form)
-    checkpoint.save_policy(module, str(tmp_path / "one.pt2"), *form)
-    found = [checkpoint.find(tmp_path / name) for name in ("all", "one.pt2")]
+    published = torch_policy.publish_policy(module, str(tmp_path / "all"), 1, *form)
+    torch_policy.save_policy(module, str(tmp_path / "one.pt2"), *form)
+    found = [torch_policy.find(tmp_path / name) for name in ("all", "one.pt2")]
     assert [(source.version, source.file) for source in found] == [(1, published), (None, tmp_path / "one.pt2")]
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from services.embedded_engine.http.app import create_app as create_engine_app
+from services.embedded_engine.app import create_app as create_engine_app
 from services.engines.settings import RolloutSettings
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.games import GuessingGame

@@ -82,7 +82,3 @@ async def test_without_its_load_balancer_a_service_is_played_on(
     async with serving(service_head(closed, replicas, ENTRANCE_SECONDS=0.2)) as client:
         client.headers.update(headers())
         await stats_show(client, lambda stats: [s["finished"] > 5 for s in stats["servers"]] == [True, True])
-        # The servers report their processor and memory.
-        stats = await stats_show(client, lambda stats: all(server["usage"] for server in stats["servers"]))
-        usages = [server["usage"] for server in stats["servers"]]
-        assert all(usage["cores"] >= 0 and usage["memory_bytes"] > 1e6 for usage in usages)

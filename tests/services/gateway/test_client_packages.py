@@ -133,28 +133,6 @@ def test_openai_responses_sync(service: Service) -> None:
             openai.OpenAI(base_url=service.url + path, api_key=key).responses.create(input=items, **asked)
 
 
-async def test_openai_responses_async_by_previous_response(service: Service) -> None:
-    import openai
-
-    session = service.open()
-    client = openai.AsyncOpenAI(base_url=f"{service.url}/sessions/{session}/v1", api_key="any")
-    asked: dict[str, Any] = {"model": "m", "instructions": "Be brief.", "tools": [RESPONSES_ADD]}
-    first: Any = None
-    async for event in await client.responses.create(input=QUESTION, stream=True, **asked):
-        if event.type == "response.completed":
-            first = event.response
-    call = first.output[1]
-    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
-    second = await client.responses.create(input=[output], previous_response_id=first.id, **asked)
-    assert (second.output_text, second.previous_response_id) == ("It is 42.", first.id)
-    third = await client.responses.create(input=THANKS, previous_response_id=second.id, **asked)
-    assert third.output_text == "Bye."
-    with pytest.raises(openai.BadRequestError) as unknown:
-        await client.responses.create(input=THANKS, previous_response_id="resp_1", **asked)
-    assert unknown.value.code == "previous_response_not_found"
-    service.check(session, 3)
-
-
 async def test_openai_chat_completions_async_and_sync(service: Service) -> None:
     import openai
 

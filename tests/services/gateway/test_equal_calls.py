@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
-from pathlib import Path
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,23 +115,6 @@ async def test_five_equal_requests_are_five_samples_with_ids_of_their_own(gatewa
         assert (len(set(seeds)), len({request["rid"] for request in asked})) == (5, 5)
         trace = await running.finish()
         assert (trace["turns"], len(trace["sequences"]), trace["calls_repeated"]) == (5, 5, 0)
-
-
-async def test_eight_equal_requests_in_parallel_are_eight_samples(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        numbered(running)
-        replies = await asyncio.gather(*(running.client.post(path, json=BODY) for _ in range(8)))
-        texts = {reply.json()["choices"][0]["message"]["content"] for reply in replies}
-        assert texts == {str(number) for number in range(1, 9)}
-        assert len({reply.json()["id"] for reply in replies}) == 8
-
-
-async def test_an_agent_that_goes_back_and_asks_again_meets_its_limit(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open(max_turns=6)
-        statuses = [(await running.client.post(path, json=BODY)).status_code for _ in range(9)]
-        assert statuses == [200] * 6 + [429] * 3
 
 
 async def test_a_retry_joins_the_oldest_call_that_no_retry_has_joined(gateway: StartGateway) -> None:
@@ -258,28 +239,6 @@ async def test_after_a_restart_a_reply_counts_as_taken_if_a_later_record_says_so
         assert [text(await post(running)) for _ in range(2)] == ["3", "1"], "the last reply may not have arrived"
         trace = await running.finish()
         assert (trace["turns"], trace["calls_repeated"]) == (4, 1)
-
-
-async def test_a_directory_from_before_calls_had_numbers_is_read(gateway: StartGateway, tmp_path: Path) -> None:
-    later = [*BODY["messages"], {"role": "assistant", "content": "1"}, {"role": "user", "content": "Why?"}]
-    async with gateway(answers=["Hi."]) as running:
-        await running.open(seed=1)
-        numbered(running)
-        first = await post(running)
-        await post(running, {**BODY, "messages": later})
-        before = (await running.client.get("/sessions/s/trace")).json()
-    with closing(sqlite3.connect(tmp_path / "gateway/gateway.sqlite")) as database, database:
-        for number, record in database.execute("SELECT number, record FROM calls").fetchall():
-            fields = orjson.loads(record)
-            old = {"digest": fields.pop("name")} | fields
-            for name in ("keys", "delivered", "repeated"):
-                del old[name]
-            database.execute("UPDATE calls SET record = ? WHERE number = ?", (orjson.dumps(old), number))
-    async with gateway(answers=["Hi."]) as running:
-        numbered(running)
-        assert (await running.client.get("/sessions/s/trace")).json() == before
-        assert (await post(running)).content == first.content, "its delivery is in doubt"
-        assert (await post(running)).json()["id"] == f"{first.json()['id']}-1"
 
 
 async def test_each_of_two_samples_of_responses_is_continued_by_its_id(gateway: StartGateway) -> None:

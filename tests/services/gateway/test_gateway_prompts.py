@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from services.chat.prompts import ChatPrompts
-from services.chat.tokenizers import load_tokenizer
-from services.protocol.groups import TokenSequence
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.services.gateway.fake_engine import logprob
 
@@ -165,28 +162,3 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     from services.chat.messages import for_template
 
     return for_template(message)
-
-
-async def test_a_shape_is_rendered_with_two_answers_once_and_a_suffix_of_the_answer_never_counts(models: Any) -> None:
-    tokenizer = load_tokenizer(str(models("smollm2")))
-    completion = TokenSequence(completion_ids=[5], logprobs=[0.0], policy_versions=[0], finish_reason="length")
-    renders = []
-    render = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *a, **k: renders.append(1) or render(*a, **k)
-    prompts = ChatPrompts(tokenizer)
-
-    async def suffix(said: str) -> list[int] | None:
-        turn, new = {"role": "assistant", "content": "4"}, [{"role": "user", "content": said}]
-        return await prompts.suffix(turn, completion, new, None, {})
-
-    found, times = [], []
-    for said in ("And 3?", "And 4?"):
-        found.append(tokenizer.decode(await suffix(said)))
-        times.append(len(renders))
-    assert found == [
-        f"<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n" for said in ("And 3?", "And 4?")
-    ]
-    assert times == [6, 8]  # A turn's close is rendered once for each dummy.
-    tokenizer.chat_template += "{{ messages[1].content | length }}"
-    prompts = ChatPrompts(tokenizer)
-    assert [await suffix("And 3?"), await suffix("And 3?")] == [None, None]

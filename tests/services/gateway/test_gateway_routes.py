@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 
 from services.chat.tool_calls import parse
-from services.gateway.calls import Calls
-from services.gateway.sessions import Session
-from services.gateway.tree import Call
 from services.protocol.sessions import Trace
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.waiting import eventually
@@ -79,6 +76,7 @@ async def test_what_is_unknown_malformed_or_forced_is_refused(gateway: StartGate
             {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": False},
             {"messages": [*HELLO, {"role": "assistant", "content": "The"}]},
             {"messages": HELLO, "chat_template_kwargs": {"continue_final_message": True}},
+            {"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1/0 }}"}},
         ]
         for body in bad:
             assert error_of(await post(path, json=body))[0] == 400, body
@@ -107,25 +105,6 @@ async def test_limits_of_turns_tokens_and_seconds(gateway: StartGateway) -> None
         assert await codes("tokens", max_tokens=9, max_turn_tokens=5) == [200, 200, (429, "max_tokens")]
         assert (await running.finish("tokens"))["sampled_tokens"] == 9
         assert await codes("seconds", deadline_seconds=1e-6) == [(429, "deadline_seconds")] * 3
-
-
-async def test_a_call_that_is_recorded_just_now_counts_once(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted: list[tuple[int, int]] = []
-    record = Calls._record
-
-    async def recorded(calls: Calls, session: Session, call: Call) -> None:
-        await record(calls, session, call)
-        # What a parallel call finds in the next turn of the event loop.
-        asyncio.get_running_loop().call_soon(
-            lambda: counted.append((len(session.tree.calls) + len(session.in_flight), session.reserved_tokens))
-        )
-
-    monkeypatch.setattr(Calls, "_record", recorded)
-    async with gateway(answers=["Hi."]) as running:
-        await running.chat(await running.open(max_turns=2), HELLO)
-    assert counted == [(1, 0)]
 
 
 async def test_a_shorter_turn_and_stop_strings_are_the_agents_choice(gateway: StartGateway) -> None:

@@ -112,18 +112,6 @@ async def test_the_engine_has_the_conversation_in_its_cache(server: Nodes, gatew
     assert generate(server, ids, sampling_params={"max_new_tokens": 1}, logprob_start_len=0)["cached_tokens"] == 0
 
 
-async def test_choices_and_edited_history_are_branches(server: Nodes, gateway: Endpoint) -> None:
-    async with episode(gateway, "branches") as one:
-        first = await one.ask(QUESTIONS[0], n=3)
-        assert len(first["choices"]) == 3
-        await one.ask(QUESTIONS[1])
-        one.messages = [{"role": "user", "content": "3+3="}]
-        await one.ask(QUESTIONS[2])
-        trace = await one.trace()
-    assert len(trace.sequences) == 4
-    check_logprobs(server, trace)
-
-
 async def test_weights_that_change_between_turns_show_in_the_versions(server: Nodes, gateway: Endpoint) -> None:
     async with (
         server.admin() as worker,

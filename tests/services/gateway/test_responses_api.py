@@ -9,7 +9,6 @@ from tests.services.gateway.test_gateway_routes import HELLO
 
 TOOL = {"type": "function", "strict": True, **ADD["function"]}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-KEY = {"Idempotency-Key": "one"}
 
 
 async def post(running: Running, body: dict[str, Any], session: str = "s", **headers: str) -> Any:
@@ -84,32 +83,6 @@ async def test_items_render_as_the_template_has_them(gateway: StartGateway) -> N
         assert running.engine.prompts()[1] == running.whole(wanted)
 
 
-async def test_a_request_with_the_same_key_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
-    body = {"input": HELLO, "tools": [TOOL], "metadata": {"run": "1"}, "store": False}
-    seen, streams, prompts = set(), set(), []
-    for _ in range(2):
-        async with gateway(answers=["I add." + CALL, "Done."]) as running:
-            await running.open(seed=1)
-            replies = [await post(running, body, **KEY) for _ in range(2)]
-            streams.add((await post(running, {**body, "stream": True, "stream_options": {}}, **KEY)).content)
-            said = replies[0].json()
-            fetched = await running.client.get(f"/v1/responses/{said['id']}", headers={"Authorization": "Bearer s"})
-            seen |= {reply.content for reply in [*replies, fetched]}
-            output = {"type": "function_call_output", "call_id": said["output"][1]["call_id"], "output": "3"}
-            following = {"input": [output], "tools": [TOOL], "previous_response_id": said["id"]}
-            done = await post(running, following, **KEY)
-            assert done.json()["output"][0]["content"][0]["text"] == "Done."
-            prompts += running.engine.prompts()
-    assert (len(seen), len(streams), len(prompts)) == (1, 1, 2)
-    assert (said["store"], said["metadata"], said["tools"]) == (False, {"run": "1"}, [TOOL])
-    [streamed] = streams
-    names = [line.removeprefix(b"event: response.").decode() for line in streamed.splitlines() if b"event: " in line]
-    text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
-    call = ["function_call_arguments.delta", "function_call_arguments.done"]
-    items = [name for told in (text, call) for name in ("output_item.added", *told, "output_item.done")]
-    assert names == ["created", "in_progress", *items, "completed"]
-
-
 async def test_a_turn_that_is_cut_is_incomplete(gateway: StartGateway) -> None:
     async with gateway(answers=["one two three four five"]) as running:
         await running.open()
@@ -151,22 +124,3 @@ async def test_what_cannot_be_expressed_is_refused(gateway: StartGateway) -> Non
             assert told in reply.json()["error"]["message"], reply.json()
         assert running.engine.requests == []
         assert (await running.client.get("/sessions/s/v1/responses/resp_1")).status_code == 404
-
-
-async def test_errors_have_openais_shape(gateway: StartGateway) -> None:
-    async with gateway(answers=["Hi."], token="secret") as running:
-        await running.open("late", deadline_seconds=1e-6)
-        await running.open("short", max_turns=1)
-        await running.open("done")
-        await running.finish("done")
-        await post(running, {"input": "One"}, "short")
-        for session, status, code in [
-            ("nobody", 404, "unknown_session"),
-            ("done", 409, "session_finished"),
-            ("late", 429, "deadline_seconds"),
-            ("short", 429, "max_turns"),
-        ]:
-            reply = await post(running, {"input": "Two"}, session)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
-        running.client.headers["Authorization"] = "Bearer stranger"
-        assert (await post(running, {"input": "Two"}, "short")).status_code == 401

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from services.gateway import gateway as gateway_module
 from services.gateway.app import create_app
 from services.gateway.gateway import GRACE_SECONDS, Gateway
-from services.gateway.store import Store
 from services.protocol.sessions import GatewayStats
 from tests.services.gateway.conftest import Running, StartGateway
 from tests.waiting import eventually
@@ -109,29 +107,6 @@ async def test_the_same_episode_begun_anew_takes_the_place_of_the_one_whose_owne
         assert (stats.open_sessions, stats.lost_tokens) == (6, {"abandoned": turn})
         assert (await running.client.get("/sessions/left")).status_code == 404
         assert (await running.client.get("/sessions/successor")).status_code == 200
-
-
-async def test_a_gateway_whose_database_failed_looks_for_late_sessions_again(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_module, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(gateway_module, "EXPIRY_SECONDS", 0.02)
-    read, failures = Store.read, iter([sqlite3.OperationalError("disk I/O error")])
-
-    async def moody(store: Store, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        if "deadline_seconds" in statement and (error := next(failures, None)) is not None:
-            raise error
-        return await read(store, statement, *values)
-
-    monkeypatch.setattr(Store, "read", moody)
-    async with gateway(answers=["Hi."]) as running:
-        await running.open("left", deadline_seconds=0.01)
-        await eventually(lambda: open_sessions() == 0)
-        assert next(failures, None) is None
-
-
-def open_sessions() -> float:
-    return REGISTRY.get_sample_value("gateway_sessions_open") or 0.0
 
 
 async def test_the_account_has_every_token_that_the_engine_sampled_also_after_a_restart(gateway: StartGateway) -> None:

@@ -79,23 +79,6 @@ async def test_a_removed_directory_or_a_replaced_database_answers_507(gateway: S
             assert (status, "No such file" in detail) == (507, True)
 
 
-async def test_any_other_error_answers_500_and_the_next_call_goes_on(
-    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        for error in (RuntimeError("odd"), MemoryError(), sqlite3.InternalError("odd")):
-
-            def fail(*_: Any, error: Exception = error) -> None:
-                raise error
-
-            with monkeypatch.context() as patch:
-                patch.setattr(Store, "_commit", fail)
-                replies = await asyncio.gather(*(post(running, path, said(number)) for number in range(3)))
-                assert [status for status, _ in replies] == [500] * 3
-            assert (await post(running, path, said(0)))[0] == 200
-
-
 async def test_a_write_that_cannot_be_executed_costs_the_others_nothing(tmp_path: Path) -> None:
     made = Store(tmp_path)
     await made.open()

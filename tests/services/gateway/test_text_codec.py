@@ -63,23 +63,6 @@ def test_a_models_tokens_are_those_of_transformers(models: Callable[[str], Path]
     check(tokenizer, TextCodec(tokenizer), ["<|im_start|>", "user\n", "<|im_end|>", "\n", " What", "?", "  "], 100)
 
 
-def test_a_piece_is_encoded_once(models: Callable[[str], Path]) -> None:
-    codec = TextCodec(load_tokenizer(str(models("smollm2"))))
-    encoded = []
-    backend: Any = codec._backend
-
-    class Counting:
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-            encoded.extend(texts)
-            return backend.encode_batch_fast(texts, **options)
-
-    codec._backend = Counting()
-    system, end = "<|im_start|>system\nBe brief.", "<|im_end|>"
-    for question in ("1?", "2?"):
-        codec.encode(f"{system}{end}<|im_start|>user\n{question}{end}")
-    assert encoded == [system, end, "<|im_start|>user\n1?", "<|im_start|>user\n2?"]
-
-
 def test_a_tokenizer_with_an_encoding_of_its_own_keeps_it() -> None:
     class Own(TokenizersBackend):  # type: ignore[misc]  # transformers has no types here
         def _encode_plus(self, text: Any, **options: Any) -> Any:

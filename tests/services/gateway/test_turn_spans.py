@@ -41,17 +41,6 @@ def test_calls_with_one_prompt_have_one_place_as_choices_have() -> None:
     assert [places[30,], places[31,], places[32,], places[33,], places[40,]] == [2, 2, 2, 3, 4]
 
 
-def test_the_turns_of_a_conversation_are_its_calls_in_order() -> None:
-    tree = Tree()
-    [first] = call(tree, None, [1, 2], [10, 11])
-    [second] = call(tree, first, [3, 4, 5], [20])
-    call(tree, second, [6], [30, 31])
-    assert spans(tree) == [[(0, [10, 11]), (1, [20]), (2, [30, 31])]]
-    [sequence] = tree.sequences()
-    covered = [place for turn in sequence.turns for place in range(turn.start, turn.end)]
-    assert [place for place, is_trained in enumerate(sequence.mask) if is_trained] == covered
-
-
 def test_a_turn_is_in_the_sequence_that_is_trained_on_it() -> None:
     tree = Tree()
     [first] = call(tree, None, [1], [10])

@@ -26,12 +26,11 @@ from services.core.settings import Settings
 from services.core.tasks import in_background
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.settings import HeadSettings
-from services.http.app import create_service_app
+from services.http.app import create_service_app, is_ours
 from services.http.json_body import MAX_DEPTH, json_depth
-from services.http.middleware import is_ours
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
 from services.http.provenance import describe
-from services.http.server import listen, run_service
+from services.http.server import run_service
 from services.protocol.base import ComponentRecord
 from services.protocol.rewards import RewardItem, RewardResult
 from services.reward_server.settings import JudgeSettings
@@ -102,18 +101,6 @@ async def test_health_is_503_and_routes_refuse_until_the_service_has_loaded() ->
         assert (await client.get("/health")).status_code == 503
 
 
-async def test_what_a_load_fails_with_reaches_whoever_waits() -> None:
-    @asynccontextmanager
-    async def failing(_app: FastAPI) -> AsyncIterator[None]:
-        raise ConfigurationError("no such dataset")
-        yield
-
-    app = make_app(lifespan=failing)
-    async with app.router.lifespan_context(app):
-        with pytest.raises(ConfigurationError, match="no such dataset"):
-            await wait_ready(app)
-
-
 async def test_every_refusal_is_a_problem_document(serving: Any) -> None:
     async with serving(make_app()) as client:
         assert "/nowhere" in is_problem(await client.get("/nowhere"), 404)["detail"]
@@ -127,12 +114,6 @@ async def test_every_refusal_is_a_problem_document(serving: Any) -> None:
         assert is_problem(await client.get("/refuse"), 409)["retry_in"] == 3
         broken = is_problem(await client.get("/broken"), 500)
         assert "secret detail" not in str(broken)
-
-
-async def test_a_refusal_does_not_repeat_the_input(serving: Any) -> None:
-    async with serving(make_app()) as client:
-        response = await client.post("/echo", json={"prompt": {"password": "hunter2"}, "response": 1})
-        assert "hunter2" not in response.text
 
 
 async def test_bodies_that_are_not_plain_json_are_refused(serving: Any) -> None:
@@ -452,7 +433,7 @@ def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() ->
     assert ended.returncode == 33
 
 
-def test_an_impossible_port_is_named() -> None:
-    for port in (-1, 70_000):
-        with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
-            listen("127.0.0.1", port)
+async def test_a_refusal_does_not_repeat_the_input(serving: Any) -> None:
+    async with serving(make_app()) as client:
+        response = await client.post("/echo", json={"prompt": {"password": "hunter2"}, "response": 1})
+        assert "hunter2" not in response.text

@@ -111,13 +111,6 @@ async def test_a_refusal_is_final_and_says_what_the_service_said(retries: Retrie
     assert retries() == 0
 
 
-async def test_a_service_that_fails_is_a_lost_dependency(retries: Retries) -> None:
-    async with listening(Script([(500, "", '{"detail": "KeyError in oracle"}')])) as script, client(script) as http:
-        with pytest.raises(DependencyLostError, match="500 KeyError in oracle"):
-            await http.call("GET", "/ask", Answer)
-    assert retries() == 0
-
-
 async def test_the_deadline_bounds_all_attempts_and_the_error_names_service_address_and_cause() -> None:
     async with listening(Script([(503, "", '{"detail": "loading"}')])) as script, client(script) as http:
         started = time.monotonic()
@@ -145,21 +138,6 @@ async def test_a_reply_that_is_too_long_is_not_read_and_a_packed_one_is() -> Non
         async with client(script, max_reply_bytes=1000) as http:
             with pytest.raises(DependencyLostError, match="1000 bytes"):
                 await http.request("GET", "/ask")
-
-
-async def test_nobody_listening_is_a_lost_dependency() -> None:
-    async with listening(Script([GOOD])) as script:
-        pass
-    async with client(script) as http:
-        with pytest.raises(DependencyLostError, match="ConnectError"):
-            await http.call("GET", "/ask", Answer, deadline=0.5)
-
-
-async def test_a_service_may_take_as_long_to_come_back_as_the_deadline_says() -> None:
-    trouble: list[tuple[int, str, str] | float | None] = [(503, "Retry-After: 0\r\n", "")] * 40
-    async with listening(Script([*trouble, GOOD])) as script, client(script) as http:
-        assert (await http.call("GET", "/ask", Answer, deadline=600)).answer == 42
-    assert len(script.requests) == 41
 
 
 async def test_a_silent_connection_is_given_up() -> None:
@@ -190,46 +168,12 @@ async def test_a_service_that_restarts_is_found_again_by_the_same_client(retries
     assert retries() == 1
 
 
-async def test_each_connection_resolves_the_name_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved: list[str] = []
-    loop = asyncio.get_running_loop()
-    original = loop.getaddrinfo
-    async with listening(Script([None, GOOD])) as script:
-
-        async def resolve(host: str | bytes | None, *args: object, **options: object) -> object:
-            resolved.append(host.decode() if isinstance(host, bytes) else str(host))
-            return await original("127.0.0.1", *args, **options)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(loop, "getaddrinfo", resolve)
-        async with HttpClient(f"http://oracle-0.group:{script.port}", service="oracle") as http:
-            assert (await http.call("GET", "/ask", Answer)).answer == 42
-    assert resolved == ["oracle-0.group", "oracle-0.group"]
-
-
-async def test_the_token_is_sent() -> None:
-    async with (
-        listening(Script([GOOD])) as script,
-        HttpClient(f"http://127.0.0.1:{script.port}", token="abc", service="oracle") as http,
-    ):
-        await http.call("GET", "/ask", Answer)
-    assert b"authorization: bearer abc" in script.requests[0].lower()
-
-
 async def test_waiting_for_health_ends_when_healthy_or_at_the_deadline_with_the_last_state() -> None:
     async with listening(Script([(503, "", '{"status": "starting"}'), None, GOOD])) as script, client(script) as http:
         await http.wait_healthy(IDLE_SECONDS)
     async with listening(Script([(503, "", '{"status": "starting"}')])) as script, client(script) as http:
         with pytest.raises(DependencyLostError, match=r"not healthy after 0.3 s: /health answered 503 .*starting"):
             await http.wait_healthy(0.3)
-
-
-async def test_who_waits_for_health_asks_less_often_the_longer_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.http.client.HEALTH_POLL_SECONDS", 0.002)
-    async with listening(Script([(503, "", "{}")])) as script, client(script) as http:
-        with pytest.raises(DependencyLostError, match="not healthy"):
-            await http.wait_healthy(1)
-    # Ten times ln(50 * 1 s), and ten before the pauses begin to grow.
-    assert len(script.requests) < 60
 
 
 @pytest.mark.parametrize("limit", [None, 5])
@@ -263,3 +207,26 @@ async def test_requests_at_once_are_spread_over_pools_of_a_few_connections_unles
             for _ in range(3):
                 await client.request("GET", "/x")
             assert connections == (limit or most), "requests one after the other use the connections that are there"
+
+
+async def test_a_service_that_fails_is_a_lost_dependency(retries: Retries) -> None:
+    async with listening(Script([(500, "", '{"detail": "KeyError in oracle"}')])) as script, client(script) as http:
+        with pytest.raises(DependencyLostError, match="500 KeyError in oracle"):
+            await http.call("GET", "/ask", Answer)
+    assert retries() == 0
+
+
+async def test_each_connection_resolves_the_name_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[str] = []
+    loop = asyncio.get_running_loop()
+    original = loop.getaddrinfo
+    async with listening(Script([None, GOOD])) as script:
+
+        async def resolve(host: str | bytes | None, *args: object, **options: object) -> object:
+            resolved.append(host.decode() if isinstance(host, bytes) else str(host))
+            return await original("127.0.0.1", *args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        async with HttpClient(f"http://oracle-0.group:{script.port}", service="oracle") as http:
+            assert (await http.call("GET", "/ask", Answer)).answer == 42
+    assert resolved == ["oracle-0.group", "oracle-0.group"]

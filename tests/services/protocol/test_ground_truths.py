@@ -3,7 +3,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.protocol.ground_truths import Entry
@@ -25,12 +24,6 @@ def test_what_json_has_no_form_for_comes_back_as_it_was(metadata: Any) -> None:
     restored = Entry.from_json(entry(metadata).to_json())
     assert restored == entry(metadata)
     assert repr(restored.content["metadata"]) == repr(metadata)
-
-
-def test_numbers_of_numpy_become_pythons() -> None:
-    restored = Entry.from_json(entry([np.float64(0.5), np.float32(0.25), np.int64(3)]).to_json()).content["metadata"]
-    assert restored == [0.5, 0.25, 3]
-    assert [type(value) for value in restored] == [float, float, int]
 
 
 def test_a_set_is_written_the_same_whatever_its_order() -> None:

@@ -15,10 +15,8 @@ from services.protocol.groups import (
     Group,
     GroupFormatError,
     TokenSequence,
-    joined,
     pack,
     pack_sequences,
-    split,
     unpack,
     unpack_sequences,
 )
@@ -103,12 +101,6 @@ def test_numbers_come_back_to_the_bit() -> None:
     assert TokenSequence.trusted(fields) == unknown
 
 
-def test_a_reward_that_is_missing_is_not_0() -> None:
-    missing = trained_sequence([1], [-1.0]).model_dump() | {"result": {"reward": None, "status": "error"}}
-    group = unpack(pack(make_group(sequences=[missing, trained_sequence([1], [-1.0])])))
-    assert [sequence.reward for sequence in group.sequences] == [None, 0.0]
-
-
 def test_logprobs_of_float32_take_four_bytes_and_constants_take_none() -> None:
     rng = np.random.default_rng(0)
     short, long = (-rng.exponential(size=1000)).astype(np.float32).astype(float), -rng.exponential(size=1000)
@@ -127,13 +119,6 @@ def test_another_format_and_damaged_bytes_are_refused() -> None:
         unpack(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(GroupFormatError, match="no bytes"):
         unpack(b"")
-
-
-def test_parts_are_told_apart() -> None:
-    parts = [b"one", b"", b"three"]
-    assert [bytes(part) for part in split(joined(parts))] == parts
-    with pytest.raises(GroupFormatError, match="cut off"):
-        list(split(joined(parts)[:-1]))
 
 
 def test_sequences_that_are_not_whole_are_refused_by_the_fields_name() -> None:
@@ -163,9 +148,3 @@ def test_a_group_needs_prompt_ids_results_and_one_reward_an_episode() -> None:
     ]:
         with pytest.raises(ValidationError, match=reason):
             make_group(**fields)
-
-
-def test_a_group_brings_the_row_of_its_prompt() -> None:
-    row = '{"tests": ["é", 9007199254740993], "when": "2024-01-02"}'.encode()
-    group = make_group(sequences=[trained_sequence([5, 6], [-0.5, -0.5])], row=row)
-    assert unpack(pack(group)).prompt.row == row

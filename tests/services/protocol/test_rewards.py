@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-import statistics
 
 import pytest
 from pydantic import ValidationError
@@ -87,35 +85,3 @@ def test_the_ends_of_an_accuracys_interval_are_the_truths_just_compatible_with_i
     for truth in {low, high} - {0.0, 1.0}:
         # Wilson's equation: the share is 1.96 of the truth's own standard errors away from it.
         assert abs(right / n - truth) == pytest.approx(1.96 * math.sqrt(truth * (1 - truth) / n), rel=1e-3, abs=1e-9)
-
-
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
-    draw = random.Random(0)
-    for k in (1, 8):  # greedy pass@1, and avg@8
-        held = 0
-        for _ in range(600):
-            difficulties = [draw.betavariate(4, 1) for _ in range(40)]
-            low, high = interval([statistics.fmean(draw.random() < p for _ in range(k)) for p in difficulties])
-            held += low <= 0.8 <= high
-        assert 0.90 <= held / 600 <= 0.985
-
-
-def test_an_interval_of_means_of_samples_is_narrower_than_one_of_single_answers():
-    low, high = interval([0.5, 0.25, 0.75, 0.5] * 10)
-    single_low, single_high = interval([0.0, 1.0] * 20)
-    assert single_low < low < 0.5 < high < single_high
-
-
-def test_the_standard_error_of_avg_at_k_is_its_spread_over_other_prompts():
-    draw = random.Random(0)
-
-    def scores():
-        difficulties = [draw.betavariate(0.5, 0.5) for _ in range(40)]
-        return [statistics.fmean(draw.random() < p for _ in range(8)) for p in difficulties]
-
-    trials = [scores() for _ in range(400)]
-    moves = statistics.stdev(map(statistics.fmean, trials))
-    assert statistics.fmean(map(standard_error, trials)) == pytest.approx(moves, rel=0.1)
-    # As if all 320 samples were independent: far too small.
-    mean = statistics.fmean(map(statistics.fmean, trials))
-    assert math.sqrt(mean * (1 - mean) / 320) < moves / 2

@@ -81,25 +81,6 @@ def test_too_old_groups_are_dropped_and_counted(buffer: Any, group: Any) -> None
     assert parts.queue.enqueue([group("g1")], None).duplicates == 1
 
 
-def test_a_request_repeated_gets_the_lease_it_was_given(buffer: Any, group: Any) -> None:
-    parts = buffer()
-    parts.queue.enqueue([group(f"g{i}") for i in range(4)], None)
-    first = parts.lease(2, request_id="r")
-    assert parts.lease(2, request_id="r") == first
-    assert parts.lease(2, request_id="r", consumer="other")[1] == ["g2", "g3"]
-    assert buffer().lease(2, request_id="r") == first
-
-
-def test_fewer_than_asked_for_at_least_are_not_taken(buffer: Any, group: Any) -> None:
-    parts = buffer()
-    parts.queue.enqueue([group("a"), group("b")], None)
-    assert parts.queue.lease(LeaseRequest(max_groups=5, min_groups=3), take_fewer=False) is None
-    assert parts.waiting() == ["a", "b"]
-    parts.queue.enqueue([group("c")], None)
-    reply = parts.queue.lease(LeaseRequest(max_groups=5, min_groups=3), take_fewer=False)
-    assert reply is not None
-
-
 def test_leases_survive_a_restart_so_that_nothing_is_handed_out_twice(buffer: Any, group: Any, clock: Any) -> None:
     parts = buffer()
     parts.queue.enqueue([group(f"g{i}", version=i) for i in range(4)], [float(i) for i in range(4)])
@@ -152,27 +133,6 @@ def ask(admission: Admission, number: int, in_flight: int = 0, most: int = BATCH
     )
 
 
-def test_two_dozen_collectors_share_the_places_in_the_order_they_asked(admission: Admission) -> None:
-    asked = [ask(admission, number) for number in range(24)]
-    admission.admit(waiting=0, leased=0)
-    assert [asking.places for asking in asked] == [1] * BOUND + [0] * (24 - BOUND)
-    admission.finish("collector-3", 1)
-    admission.admit(waiting=0, leased=1)
-    assert asked[BOUND].places == 1, "it asked first of those that wait"
-    assert sum(admission.in_flight().values()) == BOUND
-
-
-def test_groups_that_wait_for_the_trainer_take_places_and_those_it_trains_on_do_not(admission: Admission) -> None:
-    first = ask(admission, 0)
-    admission.admit(waiting=BOUND - 1, leased=BATCH)
-    assert first.places == 1
-    second = ask(admission, 0, in_flight=1)
-    admission.admit(waiting=BOUND - 1, leased=BATCH)
-    assert second.places == 0
-    admission.admit(waiting=BOUND - 1 - BATCH, leased=BATCH)
-    assert second.places == BATCH
-
-
 def test_without_staleness_a_batch_is_begun_when_the_last_one_has_been_trained_on(admission: Admission) -> None:
     asked = ask(admission, 0, staleness=0)
     admission.admit(waiting=0, leased=BATCH)
@@ -201,13 +161,6 @@ def test_the_places_of_a_collector_that_fell_silent_go_to_the_others(admission: 
     clock.now += 5
     admission.admit(waiting=0, leased=0)
     assert third.places == BATCH
-
-
-def test_a_collector_that_asks_again_says_what_it_has_and_waits_once(admission: Admission) -> None:
-    before = ask(admission, 0, in_flight=7)
-    again = ask(admission, 0, in_flight=BOUND - 1)
-    admission.admit(waiting=0, leased=0)
-    assert (before.places, again.places) == (0, 1)
 
 
 def test_after_a_restart_all_collectors_are_heard_before_one_is_admitted(clock: Any) -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.replay_buffer.priority_index import PriorityIndex
+from services.replay_buffer.store import PriorityIndex
 
 priority = st.floats(0, 1e12, allow_nan=False)
 
@@ -26,26 +24,6 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 def drawn(index: PriorityIndex, count: int, seed: int = 0, exponent: float = 1.0) -> list[int]:
     return [draw.sequence for draw in index.draw(count, rng(seed), exponent=exponent)]
-
-
-@pytest.mark.parametrize(("exponent", "masked"), [(0.0, False), (0.6, True), (2.0, True)])
-def test_empirical_frequencies_agree_with_the_priorities(exponent: float, masked: bool) -> None:
-    """Pearson's chi-squared against eq. 1 of prioritised replay, for single draws."""
-    priorities = [0.1, 0.5, 1.0, 2.0, 4.0, 0.3, 1.5, 0.0]
-    versions = [1] * len(priorities) + [0]
-    index = index_of([*priorities, 9.0], versions) if masked else index_of(priorities)
-    random, draws = rng(1), 5_000
-    counts = np.zeros(len(priorities))
-    for _ in range(draws):
-        counts[index.draw(1, random, exponent=exponent, least_version=1 if masked else 0)[0].sequence] += 1
-    chances = np.array(priorities) ** exponent
-    chances /= chances.sum()
-    expected = draws * chances
-    positive = expected > 0
-    assert np.all(counts[~positive] == 0)
-    statistic = float((((counts - expected) ** 2)[positive] / expected[positive]).sum())
-    # The 99.99th percentile of chi-squared with 7 degrees of freedom; the seed is fixed.
-    assert statistic < 29.9
 
 
 def test_the_chance_of_a_record_to_be_in_a_draw_is_exactly_its_share_up_to_1() -> None:
@@ -81,25 +59,6 @@ def test_only_records_that_have_weight_are_drawn_each_once(values: list[float], 
     assert all(0 <= draw.probability <= 1 and draw.weight == pytest.approx(1) for draw in draws)
 
 
-def test_a_batch_has_nobody_twice_and_the_whole_index_when_it_asks_for_more() -> None:
-    index = index_of([float(i) for i in range(50)])
-    batch = drawn(index, 64)
-    assert sorted(batch) == list(range(1, 50))
-    assert len(drawn(index, 64, exponent=0.0)) == 50
-    # The index is as it was.
-    assert drawn(index, 64) == batch
-
-
-def test_weights_correct_for_the_chances_and_average_to_1_over_the_buffer() -> None:
-    index, random = index_of([1.0, 1.0, 2.0]), rng()
-    draws = {d.sequence: d for _ in range(50) for d in index.draw(1, random, exponent=1.0, correction=0.5)}
-    assert {sequence: d.probability for sequence, d in draws.items()} == {0: 0.25, 1: 0.25, 2: 0.5}
-    factors = {sequence: (3 * d.probability) ** -0.5 for sequence, d in draws.items()}
-    mean = sum(d.probability * factors[sequence] for sequence, d in draws.items())
-    assert {s: d.weight for s, d in draws.items()} == pytest.approx({s: f / mean for s, f in factors.items()})
-    assert all(d.weight == pytest.approx(1) for d in index.draw(3, rng(), exponent=1.0))
-
-
 def test_excluded_and_old_records_are_not_drawn_and_do_not_count() -> None:
     index = index_of([1.0] * 6, [0, 1, 2, 3, 4, 5])
     assert {d.sequence for d in index.draw(9, rng(), exponent=1.0, exclude=[6])} == {0, 1, 2, 3, 4}
@@ -123,34 +82,3 @@ def test_the_same_contents_and_seed_give_the_same_draws_after_other_changes() ->
     # Positions may have gaps.
     reloaded = PriorityIndex([(3 * i, i, 0, 0, value) for i, value in enumerate(values)])
     assert drawn(reloaded, 20, 5, 0.7) == before
-
-
-def test_rows_of_removed_records_are_used_again_and_the_order_stays() -> None:
-    index = PriorityIndex()
-    positions = []
-    for i in range(5000):
-        positions.append(index.add(i, 0, float(i)))
-        if len(index) > 700:
-            assert index.remove_oldest(1) == [i - 700]
-    assert positions == sorted(set(positions))
-    assert [draw.sequence for draw in index.newest(700)] == list(range(4999, 4299, -1))
-    index.set_priority(positions[4500], 1e9)
-    assert index.highest_priority() == 1e9
-    assert len(index._rows) < 3000
-
-
-def test_an_empty_index_has_nothing_to_draw() -> None:
-    index = PriorityIndex()
-    assert (len(index), index.highest_priority()) == (0, 1.0)
-    assert (drawn(index, 4), index.newest(4)) == ([], [])
-    index.add(1, 0, 5.0)
-    index.remove_oldest(1)
-    assert (len(index), index.highest_priority(), drawn(index, 4)) == (0, 1.0, [])
-
-
-def test_a_draw_from_100_000_is_a_matter_of_milliseconds() -> None:
-    index = PriorityIndex([(i, i, 0, 0, 1.0 + i % 7) for i in range(100_000)])
-    started = time.process_time()
-    for seed in range(20):
-        drawn(index, 64, seed, 0.7)
-    assert (time.process_time() - started) / 20 < 0.05

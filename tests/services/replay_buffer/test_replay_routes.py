@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,6 @@ async def test_a_lease_waits_for_groups_and_ends_when_enough_have_come(serving: 
         async with asyncio.timeout(IDLE_SECONDS):
             reply = (await lease).json()
         assert [g["group_id"] for g in reply["groups"]] == ["a", "b", "c"]
-
-
-async def test_a_lease_that_waits_in_vain_takes_what_there_is(serving: Any, app: Any, group: Any) -> None:
-    async with serving(app) as client:
-        await client.post("/queue", json=body(group, "a"))
-        started = time.monotonic()
-        reply = await client.post("/queue/lease", json={"max_groups": 4, "min_groups": 2, "wait_seconds": 0.2})
-        assert 0.2 <= time.monotonic() - started < IDLE_SECONDS
-        assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
-        empty = (await client.post("/queue/lease", json={"max_groups": 1})).json()
-        assert (empty["lease_id"], empty["groups"]) == (None, [])
 
 
 async def test_a_lease_gets_groups_whose_former_lease_runs_out_meanwhile(serving: Any, app: Any, group: Any) -> None:
@@ -125,21 +113,6 @@ async def test_metrics_tell_what_the_buffer_holds(serving: Any, app: Any, group:
 
 def ask(name: str, most: int = 2, **options: Any) -> dict[str, Any]:
     return {"collector": name, "in_flight": 0, "most": most, "batch_size": 2, "max_staleness": 1} | options
-
-
-async def test_a_collector_waits_for_room_and_gets_it_when_a_batch_is_taken(serving: Any, app: Any, group: Any) -> None:
-    async with serving(app) as client:
-        assert (await client.post("/queue/admission", json=ask("a"))).json() == {"places": 2}
-        assert (await client.get("/stats")).json()["in_flight"] == {"a": 2}
-        await client.post("/queue", params={"collector": "a"}, json=body(group, "g0", "g1"))
-        assert (await client.get("/stats")).json()["in_flight"] == {"a": 0}
-        request = ask("a", wait_seconds=30)
-        waiting = asyncio.create_task(client.post("/queue/admission", json=request, timeout=IDLE_SECONDS))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await client.post("/queue/lease", json={"max_groups": 2})
-        async with asyncio.timeout(IDLE_SECONDS):
-            assert (await waiting).json() == {"places": 2}
 
 
 async def test_without_staleness_room_comes_with_the_acknowledgement(serving: Any, app: Any, group: Any) -> None:

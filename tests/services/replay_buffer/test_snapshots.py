@@ -22,27 +22,6 @@ def picture(parts: Any) -> tuple[Any, ...]:
     )
 
 
-def test_a_restored_buffer_is_exactly_what_it_was(buffer: Any, group: Any) -> None:
-    parts = buffer(capacity=10)
-    parts.store.add([group(f"g{i}", version=i) for i in range(8)], [float(i + 1) for i in range(8)])
-    parts.queue.enqueue([group(f"q{i}", version=9) for i in range(4)], None)
-    before = picture(parts)
-    parts.lease(1)
-    # A lease that is open when the snapshot is made returns to the queue.
-    parts.snapshots.save("a")
-    lease_id, _ = parts.lease(3)
-    parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id))
-    parts.store.add([group(f"h{i}", version=20) for i in range(9)], None)
-    parts.store.update_priorities({"h1": 77.0})
-    assert "g5" not in parts.stored()
-    for reopened in (False, True):
-        if reopened:
-            parts = buffer(capacity=10)
-        assert parts.snapshots.restore("a").groups == 12
-        assert picture(parts) == before
-    assert picture(buffer(capacity=10)) == before
-
-
 def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buffer: Any, group: Any) -> None:
     """The same adds, draws, leases and priorities after a restore give the same answers."""
 
@@ -79,28 +58,6 @@ def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_
     parts.snapshots.restore("s")
     reply = parts.store.add([group("c"), group("gone"), group("a")], None)
     assert (reply.added, reply.duplicates) == (1, 2)
-
-
-def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, group: Any) -> None:
-    parts = buffer(capacity=4)
-    parts.store.add([group("root")], None)
-    parts.snapshots.save("root")
-    parts.store.add([group("same", prompt="first way"), group("x")], None)
-    parts.snapshots.save("first")
-    first = picture(parts)
-    parts.snapshots.restore("root")
-    parts.store.add([group("same", prompt="second way"), group("y")], None)
-    parts.snapshots.save("second")
-    second = picture(parts)
-    assert parts.group("same")["prompt"]["prompt"] == "second way"
-    parts.snapshots.restore("first")
-    assert picture(parts) == first
-    assert parts.group("same")["prompt"]["prompt"] == "first way"
-    assert parts.store.add([group("x")], None).duplicates == 1
-    assert parts.store.add([group("y")], None).added == 1
-    parts.snapshots.restore("second")
-    assert picture(parts) == second
-    assert parts.store.add([group("y")], None).duplicates == 1
 
 
 def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:

@@ -45,17 +45,6 @@ def test_a_draw_of_a_source_is_by_its_priorities_alone_also_after_a_restart_and_
     assert again.sample(3, source="c") == []
 
 
-def test_a_group_keeps_its_source_on_its_way_from_the_queue_into_the_store(
-    buffer: Callable[..., Any], group: Callable[..., Group]
-) -> None:
-    parts = buffer()
-    parts.queue.enqueue([of(group("a1"), "a"), of(group("b1"), "b")], None)
-    lease, _ = parts.lease(2)
-    parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease))
-    assert (parts.sample(2, source="a"), parts.sample(2, source="b")) == (["a1"], ["b1"])
-    assert sorted(buffer().sample(2)) == ["a1", "b1"]
-
-
 def ask(admission: Admission, source: str, in_flight: int = 0, bound: int = 4, batch: int = 2) -> Asking:
     return admission.ask(
         AdmissionRequest(
@@ -87,10 +76,12 @@ def test_a_source_s_groups_take_no_place_of_another_s(clock: Any) -> None:
     assert full.places == 0, "what waits for the trainer fills the places of a fast source"
 
 
-def test_a_source_with_less_than_a_group_in_the_bound_begins_one_when_the_last_was_trained_on(clock: Any) -> None:
-    admission = Admission(clock=clock)
-    rare = ask(admission, "rare", bound=0, batch=1)
-    admission.admit(0, 1, "rare")
-    assert rare.places == 0
-    admission.admit(0, 0, "rare")
-    assert rare.places == 1
+def test_a_group_keeps_its_source_on_its_way_from_the_queue_into_the_store(
+    buffer: Callable[..., Any], group: Callable[..., Group]
+) -> None:
+    parts = buffer()
+    parts.queue.enqueue([of(group("a1"), "a"), of(group("b1"), "b")], None)
+    lease, _ = parts.lease(2)
+    parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease))
+    assert (parts.sample(2, source="a"), parts.sample(2, source="b")) == (["a1"], ["b1"])
+    assert sorted(buffer().sample(2)) == ["a1", "b1"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.engines.engine import Engine, WorkerRefusedError
@@ -70,18 +70,20 @@ async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
     server: Nodes, worker: Engine, adapters: list[Path]
 ) -> None:
     await replace(worker, adapters[1], 4)
-    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    body = {"messages": [{"role": "user", "content": "3+4="}], "max_tokens": 1, "temperature": 0, "logprobs": True}
+    ids = AutoTokenizer.from_pretrained(server.model).apply_chat_template(
+        body["messages"], add_generation_prompt=True, return_dict=False
+    )
     adapter: Path | None
     for adapter, fields in (
         (adapters[1], {"model": f"{server.model}:{ADAPTER_NAME}"}),
         (adapters[1], {"model": str(server.model), "lora_path": ADAPTER_NAME}),
         (None, {"model": str(server.model)}),
     ):
-        (given,) = server.post(server.worker(), "/v1/completions", body | fields).json()["choices"][0]["logprobs"][
-            "token_logprobs"
-        ]
-        likeliest = int(reference(server.model, adapter)(torch.tensor([PROMPT])).logits[0, -1].argmax())
-        assert [given] == logprobs_by(reference(server.model, adapter), [*PROMPT, likeliest], len(PROMPT))
+        [choice] = server.post(server.worker(), "/v1/chat/completions", body | fields).json()["choices"]
+        given = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        likeliest = int(reference(server.model, adapter)(torch.tensor([ids])).logits[0, -1].argmax())
+        assert given == logprobs_by(reference(server.model, adapter), [*ids, likeliest], len(ids))
 
 
 async def test_an_adapter_comes_with_the_request(server: Nodes, worker: Engine, adapters: list[Path]) -> None:

@@ -80,19 +80,6 @@ def test_prometheus_gets_the_metrics_of_every_engine_from_the_router(node: FakeN
     }
 
 
-def test_an_engine_that_dies_is_restarted_alone(node: FakeNodes) -> None:
-    engines = {child.pid: child for child in node.nodes[0].children("sglang.launch_server")}
-    assert len(engines) == 4
-    with Traffic(node) as traffic:
-        lost = next(child for child in engines.values() if str(node.worker(0, 2).port) in child.cmdline())
-        with node.registered_anew(0):
-            lost.kill()
-        wait_registered(node)
-        traffic.wait_for_groups(6)
-    left = {child.pid for child in node.nodes[0].children("sglang.launch_server")}
-    assert len(left & set(engines)) == 3, "the other engines went on"
-
-
 class NumberPolicy:
     """A policy of two tensors, all of whose weights are one number."""
 

@@ -109,18 +109,6 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
     assert traffic.versions(since=before) <= {version - 1, version}
 
 
-def test_registered_workers_that_nobody_updates_catch_up(two: FakeNodes) -> None:
-    version = newest(two) + 1
-    with Traffic(two) as traffic:
-        two.write_version(version)
-        for rank in (0, 1):
-            two.wait_for_version(version, rank)
-        two.wait_registered([0, 1])
-        before = len(traffic.groups)
-        traffic.wait_for_groups(6)
-    assert traffic.versions(since=before) <= {version - 1, version}
-
-
 def test_a_worker_killed_in_mid_generation_costs_no_group_and_returns_with_the_newest_version(two: FakeNodes) -> None:
     version = newest(two) + 1
     with Traffic(two) as traffic:

@@ -64,14 +64,6 @@ def test_one_completion_is_an_object_with_the_fields_that_are_read(server: Nodes
     assert isinstance(reply["text"], str)
 
 
-@pytest.mark.parametrize("worker", [True, False], ids=["worker", "router"])
-def test_n_completions_are_a_list(server: Nodes, worker: bool) -> None:
-    replies = generate(server, worker=worker, n=6, temperature=2.0, ignore_eos=True).json()
-    assert len(replies) == 6
-    assert len({reply["meta_info"]["id"] for reply in replies}) == 6
-    assert len({tuple(reply["output_ids"]) for reply in replies}) > 1
-
-
 def test_the_end_token_ends_a_completion_and_is_part_of_it(server: Nodes) -> None:
     replies = generate(server, n=16, max_new_tokens=64).json()
     ended = [reply for reply in replies if reply["meta_info"]["finish_reason"]["type"] == "stop"]
@@ -112,11 +104,6 @@ def test_logprobs_are_those_of_the_scaled_distribution_before_any_cut(server: No
             given = [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]
             ids = [*PROMPT, *reply["output_ids"]]
             assert given == logprobs_by(reference, ids, len(PROMPT), sampling.get("temperature", 1.0)), sampling
-
-
-def test_top_k_of_one_is_greedy(server: Nodes) -> None:
-    greedy = generate(server, temperature=0.0, ignore_eos=True).json()["output_ids"]
-    assert generate(server, temperature=1.0, top_k=1, ignore_eos=True).json()["output_ids"] == greedy
 
 
 async def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any) -> None:
@@ -232,5 +219,5 @@ async def test_a_profile_shows_what_the_engine_computed(server: Nodes, tmp_path:
         generate(server)
         await worker.end_profile()
     # SGLang answers before its trace is written.
-    [trace] = await eventually(lambda: list((tmp_path / "profile").glob("*trace.json.gz")))
+    [trace] = await eventually(lambda: list((tmp_path / "profile").rglob("*trace.json.gz")))
     await eventually(lambda: b"aten::" in gzip.decompress(trace.read_bytes()))

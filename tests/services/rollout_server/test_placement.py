@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from local_runner.nodes import Run, allocate, node_environment
+from local_runner.nodes import LocalRun, allocate, node_environment
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
@@ -19,7 +19,7 @@ from services.core.machine import ComputeType
 from services.engines.engine import Embedded, Engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.settings import RolloutSettings
-from services.engines.shape import SizeFacts, can_split, weight_bytes
+from services.engines.shape import SizeFacts, weight_bytes
 from services.rollout_server.__main__ import choose_addresses
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
@@ -90,15 +90,6 @@ def test_a_node_has_as_many_engines_as_its_memory_allows(
     assert [device for place in found for device in place.devices] == [str(index) for index in range(engines * size)]
 
 
-def test_without_sizes_one_engine_has_as_many_gpus_as_can_be_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("services.core.machine._PROGRAMS", str(tmp_path))
-    assert [place.tensor_parallel for place in places(model(tmp_path, "Qwen3-8B"))] == [8]
-    assert [place.tensor_parallel for place in places(model(tmp_path, "Qwen2.5-0.5B"))] == [2] * 4
-
-
 @pytest.mark.parametrize(
     ("fields", "devices"),
     [
@@ -130,11 +121,6 @@ def test_engines_that_a_node_cannot_have_are_refused(monkeypatch: pytest.MonkeyP
             places(model(tmp_path, name), gpus, **fields)
 
 
-def test_replicas_that_share_attention_do_not_split_its_heads(tmp_path: Path) -> None:
-    flags = "--dp-size 4 --enable-dp-attention"
-    assert len(places(model(tmp_path, "Qwen2.5-0.5B"), 8, sglang_tp_size=4, sglang_extra_flags=flags)) == 2
-
-
 def test_engines_share_the_gpus_that_the_node_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-5f,7")
     assert [place.devices for place in places("no/model", 4, sglang_tp_size=2)] == [("2", "3"), ("GPU-5f", "7")]
@@ -151,25 +137,6 @@ def never() -> SizeFacts:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        ({"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}, [1, 2]),
-        ({"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}, [1, 2, 4, 8]),
-        # Two key-value heads are copied to the four parts.
-        ({"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11008}, [1, 2, 4, 8]),
-        ({"num_attention_heads": 24, "intermediate_size": 8192}, [1, 2, 4, 8]),
-        (
-            {"num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 4},
-            [1, 2, 4],
-        ),
-        ({}, [1]),
-    ],
-)
-def test_sizes_that_sglang_can_split_a_model_into(config: dict[str, Any], sizes: list[int]) -> None:
-    assert [size for size in range(1, 9) if can_split(config, size)] == sizes
-
-
-@pytest.mark.parametrize(
     ("stored", "dtype", "factor"),
     [("bfloat16", "auto", 1), ("bfloat16", "float32", 2), ("float32", "auto", 0.5), ("float32", "float32", 1)],
 )
@@ -181,23 +148,6 @@ def test_weights_count_in_the_type_that_the_engine_computes_in(
     assert weight_bytes(str(tmp_path), {"torch_dtype": stored, "quantization_config": {}}, ComputeType(dtype)) == 4000
 
 
-@pytest.mark.parametrize("index", [{"metadata": {}}, {"weight_map": {}}])
-def test_the_size_of_weights_is_not_known_where_their_index_lacks_it(tmp_path: Path, index: dict[str, Any]) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert weight_bytes(str(tmp_path), {}, ComputeType.AUTO) is None
-
-
-def test_engines_of_a_node_listen_on_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
-    monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
-    addresses = choose_addresses(has_token=False, n_engines=3)
-    assert [own.url for own in addresses.own_workers] == [
-        f"http://rollout-server-1.group:{port}" for port in ENGINE_PORTS[:3]
-    ]
-    given = choose_addresses(has_token=False, n_engines=3, host="127.0.0.1", engine_port=4000)
-    assert [engine.port for engine in given.engines] == [4000, 4010, 4020]
-
-
 def test_a_node_of_the_local_runner_places_its_engines_on_its_share_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -207,7 +157,7 @@ def test_a_node_of_the_local_runner_places_its_engines_on_its_share_of_the_machi
     task = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=4, environment={"SGLANG_TP_SIZE": "2"})
     group = JobGroup("group", (task,))
     with allocate(group) as local:
-        own = node_environment(Run(group, "run", tmp_path, local, names), task, 1)
+        own = node_environment(LocalRun(group, "run", tmp_path, local, names), task, 1)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     found = places("no/model", machine.promised_gpus() or 0)

@@ -20,7 +20,7 @@ from services.engines.engine import Engine
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.rollout_server import registration as module
-from services.rollout_server.registration import LONGEST_POLL_SECONDS, POLL_SECONDS, WorkerRegistration, poll_seconds
+from services.rollout_server.registration import POLL_SECONDS, WorkerRegistration
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
@@ -253,11 +253,6 @@ async def test_a_worker_whose_engine_starts_again_leaves_the_routing_first(node:
         assert await registration.is_updating(), "the trainer is writing a newer version"
         node.router.routes.clear()
         await registration.withdraw_if_possible()
-
-
-def test_many_workers_ask_the_router_no_more_than_sixteen() -> None:
-    assert [poll_seconds(workers) / POLL_SECONDS for workers in (0, 1, 16, 64)] == [1, 1, 1, 4]
-    assert poll_seconds(10_000) == LONGEST_POLL_SECONDS
 
 
 async def test_a_worker_among_many_looks_at_the_list_less_often(node: Node, tmp_path: Path) -> None:

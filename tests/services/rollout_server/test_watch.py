@@ -102,13 +102,6 @@ async def test_an_engine_sleeps_on_while_its_trainer_answers(worker: Worker, mon
     assert (worker.calls, worker.version) == ([], f"7{ASLEEP}")
 
 
-async def test_an_engine_that_is_awake_is_left_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer_at(monkeypatch, "127.0.0.1:1")
-    worker.version = "7"
-    await watch_for(worker, 5 * LOST_SECONDS)
-    assert worker.calls == []
-
-
 @pytest.mark.parametrize("is_updating", [never, always])
 async def test_an_engine_is_killed_whose_scheduler_is_silent_unless_its_weights_change(
     worker: Worker, is_updating: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch

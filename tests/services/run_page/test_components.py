@@ -20,17 +20,6 @@ from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, eventually
 
 
-async def test_every_environment_server_is_shown(monkeypatch):
-    listed = {f"environment-server-{rank}:8081": f"127.0.0.1:{rank + 1}" for rank in range(2)}
-    listed |= {"rollout-server-0:30000": "127.0.0.1:3"}
-    monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(listed))
-    monitor = ComponentMonitor(None, [Task.ENVIRONMENT_SERVER, Task.ROLLOUT_SERVER])
-    watching = asyncio.create_task(monitor.run())
-    names = ["environment-server-0", "environment-server-1", "router"]
-    await eventually(lambda: [component["name"] for component in monitor.components()] == names, "names")
-    watching.cancel()
-
-
 @pytest.mark.parametrize(
     ("url", "name"),
     [

@@ -1,15 +1,12 @@
 """The page's routes: the page without a token, its data only with one."""
 
-import re
-
 import pytest
 from pydantic import SecretStr
 
-from local_runner.checks import READERS
 from scripts.view import create_view_app
 from services.core.settings import Settings
 from services.run_page.directory import Run
-from services.run_page.routes import PUBLIC, STATIC
+from services.run_page.routes import PUBLIC
 from tests.services.run_page.runs import write_run
 
 
@@ -71,16 +68,3 @@ async def test_with_a_token_the_page_loads_without_it_and_its_data_does_not(serv
             assert (await client.get(path)).status_code == 401
         authorised = {"Authorization": "Bearer secret"}
         assert (await client.get("/api/runs", headers=authorised)).status_code == 200
-
-
-async def test_long_replies_are_compressed(serving, runs):
-    async with serving(create_view_app(Settings(), runs)) as client:
-        reply = await client.get("/api/groups", params={"run": "one", "limit": 100})
-        assert reply.headers["content-encoding"] == "gzip"
-
-
-def test_the_settings_that_a_comparison_shows_first_are_settings():
-    listed = (STATIC / "differences.js").read_text().partition("const IMPORTANT = ")[2].partition(";")[0]
-    names = re.findall(r'"(\w+)"', listed)
-    assert len(names) > 20
-    assert set(names) <= {name for reader in READERS for name in reader.settings_class().model_fields}

@@ -241,7 +241,7 @@ def report(result: Result) -> dict[str, Any]:
 async def main(backend: BackendName, interpreter: Interpreter, folder: str, port: int) -> dict[str, Any]:
     answers = await Box(backend, interpreter, LIMITS).start()
     sibling = await Box(backend, interpreter, LIMITS, writes=True).start()
-    await sibling.write("mine", b"secret")
+    await sibling.load({"mine": b"secret"})
 
     def filled(source: str) -> str:
         place = sibling._directory or ""
@@ -272,11 +272,11 @@ async def main(backend: BackendName, interpreter: Interpreter, folder: str, port
         )
         if name == "daemon":
             await asyncio.sleep(4)
-            found["late"] = report(await box.read("late"))
+            found["late"] = report(await box.exec(["cat", "late"]))
         if name == "symlink":
-            found["link"] = report(await box.read("link"))
+            found["link"] = report(await box.exec(["cat", "link"]))
         await box.close()
-    found["sibling"] = (await sibling.read("mine")).stdout.decode()
+    found["sibling"] = (await sibling.exec(["cat", "mine"])).stdout.decode()
     for box in (answers, sibling):
         await box.close()
     found["left"] = [

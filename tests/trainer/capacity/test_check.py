@@ -17,12 +17,10 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.capacity.catalogue import CONFIGS
 from trainer.capacity.check import REMEDIES, Machine, check, engine_beside, preflight
-from trainer.capacity.limits import Limits, VolumeRoom, find_limits
 from trainer.capacity.need import GIB, EngineBeside, Work, needed
-from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import choose, plan_records, work_of
+from trainer.capacity.shape import CONFIGS, ModelShape
+from trainer.capacity.work import Limits, VolumeRoom, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
@@ -235,7 +233,7 @@ def test_records_take_a_tenth_of_the_volumes_room_unless_set(
 def test_records_leave_the_room_that_a_run_needs_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "weights").write_bytes(bytes(300))
-    monkeypatch.setattr("trainer.capacity.limits.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9999, 0, 800))
+    monkeypatch.setattr("trainer.capacity.work.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9999, 0, 800))
     room = VolumeRoom(tmp_path, needed=1000)
     assert room.holds(100), "800 bytes are free, and 300 of the 1000 are written"
     assert not room.holds(101)
@@ -329,7 +327,7 @@ def test_on_a_cpu_nothing_is_recomputed_and_the_ranks_stay_as_they_are(
 def test_a_model_beyond_this_machine_is_refused(
     alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.capacity.limits.host_memory", lambda: 10**6)
+    monkeypatch.setattr("trainer.capacity.work.host_memory", lambda: 10**6)
     with pytest.raises(ConfigurationError, match="of host memory of a node"):
         preflight(TrainerSettings.load(model_name=str(model), shared_dir=tmp_path), alone)
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.capacity.catalogue import CARDS, CONFIGS
-from trainer.capacity.limits import Limits
 from trainer.capacity.need import cached_tokens
 from trainer.capacity.seconds import (
     MEAN_PROMPT_TOKENS,
@@ -18,8 +16,8 @@ from trainer.capacity.seconds import (
     publish_seconds,
     train_seconds,
 )
-from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import choose, work_of
+from trainer.capacity.shape import CARDS, CONFIGS, ModelShape
+from trainer.capacity.work import Limits, choose, work_of
 from trainer.config import TrainerSettings
 
 H100 = CARDS["H100"]

@@ -18,10 +18,9 @@ from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
-from trainer.checkpoints.admission import Fingerprint, check_data, data_differences, has_succeeded
 from trainer.checkpoints.checkpoint import MANIFEST, CheckpointStore, write_manifest
 from trainer.checkpoints.run_checkpoints import resume
-from trainer.checkpoints.state import RunState
+from trainer.checkpoints.state import Fingerprint, RunState, check_data, data_differences, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.model.loading import weights_digest
 from trainer.model.ranks import Ranks

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.core.errors import ConfigurationError
-from services.embedded_engine.compute.loading import load
+from services.embedded_engine.loading import load
 from services.engines.settings import RolloutSettings
 from tests.tolerance import logprob_tolerance
 from tests.trainer import rank_jobs

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from services.core.machine import Compute, ComputeType
-from services.embedded_engine.compute.adapters import read_adapter
-from services.embedded_engine.compute.loading import load
-from services.embedded_engine.compute.model import Model
+from services.embedded_engine.adapters import read_adapter
+from services.embedded_engine.loading import load
+from services.embedded_engine.model import Model
 from services.engines.settings import RolloutSettings
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import adapted_logprobs

@@ -222,16 +222,6 @@ def in_memory(settings: TrainerSettings) -> list[Path]:
     return sorted(memory_directory().glob(f"{memory_of_run(settings.policy_dir).name}*"))
 
 
-def test_without_room_for_shared_memory_a_run_ends_with_what_would_do(
-    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = make(tmp_path, alone, Transport.LOCAL)
-    monkeypatch.setattr(saving, "save_torch_state_dict", full)
-    with pytest.raises(ConfigurationError, match=r"has no room for a policy version .* set PUBLISH_TRANSPORT=disk"):
-        publisher.writer.write(0)
-    assert in_memory(publisher.settings) == []
-
-
 def test_a_version_stays_in_memory_while_it_is_written_to_the_volume(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

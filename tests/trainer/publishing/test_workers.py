@@ -87,6 +87,15 @@ def test_a_worker_that_takes_longer_leaves_the_routing(
     assert router.asked("DELETE /workers/w")
 
 
+def test_publishing_waits_for_as_many_workers_as_there_must_be(
+    publisher: Publisher, router: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PUBLISH_SECONDS", 0.2)
+    monkeypatch.setattr(publisher, "settings", publisher.settings.model_copy(update={"min_workers": 2}))
+    with pytest.raises(DependencyLostError, match="MIN_WORKERS is 2"):
+        publisher.publish(1)
+
+
 async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(
     publisher: Publisher, worker: FakeService
 ) -> None:

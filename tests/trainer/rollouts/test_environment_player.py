@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -46,7 +46,7 @@ from trainer.config.objective import Objective
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
-from trainer.rollouts.game import Games, Opponent, SelfPlay
+from trainer.rollouts.game import FixedModel, Games
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
 
 ODD = "tests.services.environment_server.odd_environments:"
@@ -61,7 +61,7 @@ class Stage:
     gateway_client: GatewayClient
     environments: EnvironmentClient
     thread: ServiceThread
-    opponent: Opponent = field(default_factory=SelfPlay)
+    opponent: FixedModel | None = None
 
     def sampler(self, settings: TrainerSettings) -> Games:
         return Games(settings, self.rewards, self.gateway_client, self.environments, self.opponent)

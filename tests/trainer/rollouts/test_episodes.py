@@ -38,7 +38,7 @@ from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
-from trainer.rollouts.episodes import Agents, Programs, sequences_of
+from trainer.rollouts.episodes import Agents, sequences_of
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, make_groups
 from trainer.rollouts.service_calls import ServiceCalls
@@ -202,7 +202,7 @@ class Stage:
         relay = Relay(Program(settings.agent_command))
         self.thread.call(relay.__aenter__())
         self.stack.callback(lambda: self.thread.call(relay.__aexit__()))
-        return Programs(settings, self.reward_client, self.gateway_client, relay)
+        return Agents(settings, self.reward_client, self.gateway_client, relay)
 
     def maker(self, agent: Any, /, **fields: Any) -> GroupMaker:
         settings = self.settings(agent, **fields)
@@ -607,7 +607,7 @@ def two_turns_program(tmp_path: Path) -> dict[str, Any]:
     """Settings by which a program in Python plays as ``two_turns`` does."""
     path = tmp_path / "program.py"
     path.write_text(TWO_TURNS)
-    return {"rollout": "program", "agent": "", "agent_command": f"{sys.executable} -S {path}"}
+    return {"rollout": "program", "agent": None, "agent_command": f"{sys.executable} -S {path}"}
 
 
 def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns_program: dict[str, Any]) -> None:
@@ -637,7 +637,9 @@ def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
 
 
 def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
-    maker = stage.maker(one_turn, rollout="program", agent="", agent_command="no-such-agent", batch_size=LEAST_FAILURES)
+    maker = stage.maker(
+        one_turn, rollout="program", agent=None, agent_command="no-such-agent", batch_size=LEAST_FAILURES
+    )
     assert stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=r"exited with code 127.*no-such-agent.*evaluate --agent-command"):
         stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
@@ -833,7 +835,7 @@ async def tells_what_it_sees(example: Any, **endpoint: Any) -> float | None:
         {},
         {
             "rollout": "program",
-            "agent": "",
+            "agent": None,
             "agent_command": """case "$(cat)" in *hidden*) exit 1;; *'"row":{"level":2}'*) echo 42;; esac""",
         },
     ],

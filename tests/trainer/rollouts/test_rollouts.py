@@ -30,8 +30,7 @@ from services.protocol.prompts import Cursor, Prompt
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
-from trainer.checkpoints.admission import Fingerprint
-from trainer.checkpoints.state import RunState, describe_accuracy
+from trainer.checkpoints.state import Fingerprint, RunState, describe_accuracy
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -39,7 +38,7 @@ from trainer.loop import TrainingLoop
 from trainer.model.learner import UpdateResult
 from trainer.reporting.metrics import export
 from trainer.reporting.status import RunStatus
-from trainer.rollouts import batch, success_rates
+from trainer.rollouts import batch, clients
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator
@@ -916,7 +915,7 @@ def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(success_rates, "RECORD_SECONDS", 0.3)
+    monkeypatch.setattr(clients, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.embedded_engine.http.app import create_app as create_engine
+from services.embedded_engine.app import create_app as create_engine
 from services.engines.settings import EngineSettings
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps

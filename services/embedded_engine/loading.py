@@ -13,14 +13,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from services.chat.prompts import ChatPrompts
 from services.chat.tokenizers import TextCodec
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.files import check_model_directory
 from services.core.logs import get_logger
-from services.embedded_engine.compute.kv_cache import KVCache
-from services.embedded_engine.compute.model import Model, Weights, pack_weights
-from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
+from services.embedded_engine.kv_cache import KVCache
+from services.embedded_engine.model import Model, Weights, pack_weights
+from services.embedded_engine.weights import Architecture, WeightsError, read_directory
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineSettings
 
 log = get_logger(__name__)
@@ -39,13 +40,17 @@ class Loaded:
     """The tokens that end a completion."""
 
     @functools.cached_property
-    def codec(self) -> TextCodec:
-        """The decoding of tokens."""
+    def prompts(self) -> ChatPrompts:
+        """The model's chat template."""
+        return ChatPrompts(self.tokenizer)
+
+    @functools.cached_property
+    def _codec(self) -> TextCodec:
         return TextCodec(self.tokenizer)
 
     def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
-        return self.codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text prompt, with the special tokens that the tokenizer adds."""

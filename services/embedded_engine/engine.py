@@ -19,11 +19,10 @@ from prometheus_client import Gauge
 from torch.profiler import profile
 
 from services.core.logs import get_logger
-from services.embedded_engine.compute.adapters import Adapter
-from services.embedded_engine.compute.loading import Loaded
-from services.embedded_engine.compute.model import Weights
-from services.embedded_engine.compute.scheduler import PREFILL_TOKENS, Scheduler
-from services.embedded_engine.compute.sequences import Request, Sequence
+from services.embedded_engine.adapters import Adapter
+from services.embedded_engine.loading import Loaded
+from services.embedded_engine.model import Weights
+from services.embedded_engine.scheduler import PREFILL_TOKENS, Request, Scheduler, Sequence
 
 log = get_logger(__name__)
 T = TypeVar("T")

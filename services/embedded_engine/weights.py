@@ -1,38 +1,20 @@
-"""The weights of an architecture, checked before anything changes: from a directory, a broadcast or a shared GPU.
-
-Tensors are received while the weights in use stay, and replace them only when an update is complete, so an update that
-fails half-way leaves the old weights and their version.
-"""
+"""The tensors of an architecture, read from a directory, and the checks of all tensors before anything changes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from services.weights.broadcast_group import (
-    join_weights_group,
-    leave_weights_group,
-    receive_weights,
-    unflattened,
-)
-from services.weights.shared_tensors import BucketError, unpack_bucket
-
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _INDEX = "model.safetensors.index.json"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-JOIN_SECONDS = 120.0
-"""Longest wait until all members of a broadcast group have met."""
-BROADCAST_SECONDS = 120.0
-"""Longest wait for one tensor or bucket of a broadcast."""
 
 
 class WeightsError(Exception):
@@ -121,25 +103,15 @@ class Architecture:
             experts=Experts.of(config),
         )
 
-    @property
-    def query_size(self) -> int:
-        """The width of all query heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """The width of all key (or value) heads together."""
-        return self.num_kv_heads * self.head_dim
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
-        hidden = self.hidden_size
+        hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         attention = {
-            "self_attn.q_proj": (self.query_size, hidden, self.has_qkv_bias),
-            "self_attn.k_proj": (self.kv_size, hidden, self.has_qkv_bias),
-            "self_attn.v_proj": (self.kv_size, hidden, self.has_qkv_bias),
-            "self_attn.o_proj": (hidden, self.query_size, self.has_output_bias),
+            "self_attn.q_proj": (queries, hidden, self.has_qkv_bias),
+            "self_attn.k_proj": (keys, hidden, self.has_qkv_bias),
+            "self_attn.v_proj": (keys, hidden, self.has_qkv_bias),
+            "self_attn.o_proj": (hidden, queries, self.has_output_bias),
         }
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
@@ -198,6 +170,11 @@ def check(
             problems.append(f"{name} is {list(shape)} instead of {list(shapes[name])}")
         elif name not in shapes and not is_ignored(architecture, name):
             problems.append(f"{name} is not part of the model")
+    refuse(source, problems)
+
+
+def refuse(source: str, problems: Sequence[str]) -> None:
+    """Raise WeightsError with the first few of the problems, if there are any."""
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise WeightsError(f"{source} does not fit the model: {'; '.join(problems[:3])}{more}")
@@ -223,19 +200,12 @@ def read_directory(directory: Path, architecture: Architecture) -> dict[str, Ten
     """
     source = str(directory)
     try:
-        files = _files(directory)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # not a mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        check(architecture, shapes, source)
-        tensors: dict[str, Tensor] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if not is_ignored(architecture, name):
-                        tensors[name] = opened.get_tensor(name)
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in _files(directory)]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a mapping
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in places.items()}
+            check(architecture, shapes, source)
+            tensors = {n: file.get_tensor(n) for n, file in places.items() if not is_ignored(architecture, n)}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{source} cannot be read: {error}") from error
     check_finite(tensors, source)
@@ -258,149 +228,3 @@ def _files(directory: Path) -> list[Path]:
     if absent:
         raise WeightsError(f"{absent[0]} does not exist; weights are read from safetensors files only")
     return files
-
-
-@dataclass
-class ReceivedUpdate:
-    """The tensors that came between the begin and the end of an update."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    version: str | None = None
-    flush_cache: bool = False
-    refused: str = ""
-    """The reason for which a part of the update was refused."""
-
-    def add(self, tensors: Mapping[str, Tensor], version: str | None, *, flush_cache: bool) -> None:
-        """Add the tensors of a call, whose version is that of the update if it is the last."""
-        self.tensors.update(tensors)
-        self.version = version
-        self.flush_cache = self.flush_cache or flush_cache
-
-
-class WeightsReceiver:
-    """The broadcast groups that this worker has joined, and the update that is being received.
-
-    Its methods block and, except for ``rendezvous``, must be called one at a time. Every failure is a WeightsError,
-    after which the weights in use are unchanged.
-    """
-
-    def __init__(self, architecture: Architecture, device: torch.device) -> None:
-        self._architecture = architecture
-        self._device = device
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._update: ReceivedUpdate | None = None
-
-    def rendezvous(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> dist.ProcessGroup:
-        """Wait until all members of a group have met, and return the group, for ``join``."""
-        try:
-            return join_weights_group(
-                master_address, master_port, rank_offset, world_size, group_name, backend, JOIN_SECONDS
-            )
-        except (RuntimeError, ValueError) as error:
-            raise WeightsError(
-                f"rank {rank_offset} of group {group_name!r} did not meet {master_address}:{master_port}: {error}"
-            ) from error
-
-    def join(self, group_name: str, group: dist.ProcessGroup) -> None:
-        """Join a group whose members have met."""
-        self._groups[group_name] = group
-
-    def leave(self, group_name: str) -> bool:
-        """Leave a group; return False if it is not joined."""
-        group = self._groups.pop(group_name, None)
-        if group is not None:
-            leave_weights_group(group)
-        return group is not None
-
-    def close(self) -> None:
-        """Leave all groups."""
-        for name in list(self._groups):
-            self.leave(name)
-
-    def begin(self) -> None:
-        """Open an update, and drop an unfinished earlier one."""
-        self._update = ReceivedUpdate()
-
-    def receive(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        *,
-        version: str | None,
-        flush_cache: bool,
-        is_flattened: bool = False,
-    ) -> None:
-        """Receive tensors in the order of ``names``; the version of the last call is the update's.
-
-        They come one by one, or with ``is_flattened`` as one bucket of bytes.
-        """
-        update = self._opened()
-        group = self._groups.get(group_name)
-        if group is None:
-            raise WeightsError(f"group {group_name!r} is not joined: call /init_weights_update_group first")
-        try:
-            flat, tensors = self._allocate(names, dtypes, shapes)
-        except WeightsError as error:
-            update.refused = str(error)
-            raise
-        try:
-            for tensor in [flat] if is_flattened else tensors.values():
-                receive_weights(tensor, group, BROADCAST_SECONDS)
-        except RuntimeError as error:
-            self._update = None
-            raise WeightsError(f"the broadcast of group {group_name!r} broke off: {error}") from error
-        update.add(tensors, version, flush_cache=flush_cache)
-
-    def map_shared(self, data: bytes, *, version: str | None, flush_cache: bool) -> None:
-        """Add the tensors of a bucket in the trainer's memory, which stay there until they are packed."""
-        update = self._opened()
-        try:
-            tensors = unpack_bucket(data)
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            check(self._architecture, shapes, "the update", is_complete=False)
-        except (BucketError, WeightsError) as error:
-            update.refused = str(error)
-            raise WeightsError(update.refused) from error
-        update.add(tensors, version, flush_cache=flush_cache)
-
-    def _opened(self) -> ReceivedUpdate:
-        if self._update is None:
-            raise WeightsError("no update is open: call /begin_weight_update first")
-        return self._update
-
-    def end(self) -> ReceivedUpdate:
-        """Close the update and return it: with all tensors of the model, all of them finite, or with none."""
-        update, self._update = self._update, None
-        if update is None:
-            raise WeightsError("no update is open, or it broke off: nothing was changed")
-        if update.refused:
-            raise WeightsError(f"a part of the update was refused, so nothing was changed: {update.refused}")
-        if update.tensors:
-            shapes = {name: tuple(tensor.shape) for name, tensor in update.tensors.items()}
-            check(self._architecture, shapes, "the update")
-            check_finite(update.tensors, "the update")
-        return update
-
-    def _allocate(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the memory of a bucket, and its tensors as parts of it."""
-        if not len(names) == len(dtypes) == len(shapes):
-            raise WeightsError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
-        by_name = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
-        check(self._architecture, by_name, "the update", is_complete=False)
-        kinds = [_DTYPES.get(dtype.removeprefix("torch.")) for dtype in dtypes]
-        types = [kind for kind in kinds if kind is not None]
-        if len(types) < len(kinds):
-            name, dtype = next((n, d) for n, d, kind in zip(names, dtypes, kinds, strict=True) if kind is None)
-            raise WeightsError(f"{name} has dtype {dtype!r}; allowed are {', '.join(_DTYPES)}")
-        size = sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, types, strict=True))
-        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
-        try:
-            return flat, dict(zip(names, unflattened(flat, shapes, types), strict=True))
-        except ValueError as error:
-            raise WeightsError(f"the bucket cannot be taken apart: {error}") from error

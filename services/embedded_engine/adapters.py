@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.core.linear import Linear, make_linear
-from services.embedded_engine.compute.weights import Architecture, WeightsError, check_finite
+from services.embedded_engine.weights import Architecture, WeightsError, check_finite, refuse
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
@@ -191,6 +191,4 @@ def _check(tensors: Mapping[str, Tensor], architecture: Architecture, rank: int,
         other = name.replace(f"lora_{match[4]}", "lora_B" if match[4] == "A" else "lora_A")
         if other not in tensors:
             problems.append(f"{other} is missing")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise WeightsError(f"{source} does not fit the model: {'; '.join(problems[:3])}{more}")
+    refuse(source, problems)

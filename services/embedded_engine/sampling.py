@@ -152,3 +152,9 @@ def _draw(weights: Tensor, sums: Tensor, drawn: Tensor) -> Tensor:
 def log_softmax_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return log-probabilities [N] of ``tokens`` [N] under ``logits`` [N, V], at temperature 1."""
     return logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, -1)
+
+
+def top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
+    """Return the likeliest tokens of ``logits`` [V], each behind its log-probability."""
+    values, tokens = (logits - torch.logsumexp(logits, -1)).topk(min(count, len(logits)))
+    return list(zip(values.tolist(), tokens.tolist(), strict=True))

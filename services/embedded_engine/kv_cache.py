@@ -19,11 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.embedded_engine.compute.attention import round_up
-from services.embedded_engine.compute.weights import Architecture
+from services.embedded_engine.weights import Architecture
 
+STEP = 32
+"""Keys are read up to a multiple of this, and the rest is masked."""
 ROW_STEP = 64
 """Row lengths are multiples of this."""
+
+
+def round_up(length: int, step: int = STEP) -> int:
+    """Return ``length``, rounded up to a multiple of ``step``."""
+    return -(-length // step) * step
 
 
 class KVCache:

@@ -1,4 +1,4 @@
-"""docs/metrics.md, grafana.json and alerts.yaml say what the components export, by Prometheus' conventions."""
+"""docs/configuration.md says what the settings say; docs/metrics.md, grafana.json and alerts.yaml what is exported."""
 
 import json
 import re
@@ -8,7 +8,8 @@ import promql_parser
 import pytest
 import yaml
 
-from scripts.reference import metrics as metrics_reference
+from local_runner.checks import READERS
+from scripts import reference
 from trainer.reporting import metrics as trainer_metrics
 
 # Of prometheus_client itself, wherever there is /proc, of Prometheus, and of Kubernetes' kubelets.
@@ -26,11 +27,37 @@ OF_A_POD = {"user", "run"}
 
 @pytest.fixture(scope="module")
 def metrics():
-    return metrics_reference.exported()
+    return reference.exported()
 
 
-def test_the_page_is_what_the_code_says():
-    assert metrics_reference.main(["--check"]) == 0
+def test_the_pages_are_what_the_code_says():
+    assert reference.main(["--check"]) == 0
+
+
+def test_every_settings_class_has_a_table_and_every_setting_is_explained():
+    sources = [path for part in ("services", "trainer", "evaluation") for path in (DOCS.parent / part).rglob("*.py")]
+    found = [
+        class_
+        for path in sources
+        for class_ in re.findall(r"^class (\w+(?:Settings|Section))\(([^)]*)\)", path.read_text(), re.M)
+    ]
+    bases = {base for _, listed in found for base in re.findall(r"\w+", listed)}
+    assert {reader.name for reader in READERS} == {name for name, _ in found} - bases
+    for reader in READERS:
+        for field, information in reader.settings_class().model_fields.items():
+            assert information.description, f"{reader.name}.{field}"
+
+
+def test_check_finds_a_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "configuration.md"
+    page.write_text("Written by hand.\n\n## Old tables\n")
+    monkeypatch.setattr(reference, "PAGES", {page: reference.settings_tables})
+    assert reference.main([]) == 0
+    assert reference.main(["--check"]) == 0
+    assert page.read_text().startswith("Written by hand.\n\n## All components\n")
+    page.write_text(page.read_text().replace("| `MAX_STEPS` | `0` |", "| `MAX_STEPS` | `7` |"))
+    assert reference.main(["--check"]) == 1
+    assert "make docs" in capsys.readouterr().err
 
 
 def test_names_follow_the_conventions(metrics):

@@ -1,21 +1,29 @@
-"""Write docs/configuration.md from the settings classes: ``python -m scripts.reference.configuration [--check]``."""
+"""Write the tables of docs/configuration.md and docs/metrics.md: ``python -m scripts.reference [--check]``.
+
+`make test` checks that the pages are up to date.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
+from prometheus_client import REGISTRY
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
-from scripts.reference import ROOT, write_or_check
 from services.core.settings import ADVANCED, Settings
 
-TARGET = ROOT / "docs" / "configuration.md"
+ROOT = Path(__file__).parents[1]
+STANDARD = ("python_", "process_", "stamina_")
+"""Prefixes of metrics that prometheus_client and stamina register by themselves."""
 
 
-def tables() -> str:
+def settings_tables() -> str:
     """Return the tables of all components and sections of settings; what several share is explained once."""
     explained: set[str] = set()
     parts = ["## All components\n", _table(Settings.model_fields, Settings, explained)]
@@ -77,9 +85,63 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
 
+class Exported(NamedTuple):
+    """A metric as the components export it; a histogram's name is without suffixes."""
+
+    kind: str
+    help: str
+    labels: tuple[str, ...]
+
+
+def exported() -> dict[str, Exported]:
+    """Import every module that makes metrics, and return these by name."""
+    for file in sorted(path for part in ("services", "trainer") for path in (ROOT / part).rglob("*.py")):
+        if "from prometheus_client" in file.read_text(encoding="utf-8"):
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    metrics = {}
+    for collector in list(REGISTRY._collector_to_names):
+        for family in getattr(collector, "describe", list)():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            if not name.startswith(STANDARD):
+                labels = tuple(getattr(collector, "_labelnames", ()))
+                metrics[name] = Exported(family.type, family.documentation, labels)
+    return dict(sorted(metrics.items()))
+
+
+def metrics_tables() -> str:
+    """Return the tables of metrics with their labels, and of the columns of metrics.jsonl with the metric of each."""
+    from trainer.reporting.metrics import DERIVED, MEASURES, NAMED
+
+    of_columns = {measure.name for measure in MEASURES}
+    lines = ["## All metrics", "", "| metric | meaning |", "|---|---|"]
+    for name, metric in exported().items():
+        if name not in of_columns:
+            labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+            kind = "Histogram: " if metric.kind == "histogram" else ""
+            lines.append(f"| `{name}{labels}` | {kind}{metric.help} |")
+    lines += ["", "## Columns of metrics.jsonl", "", "| column | meaning | metric |", "|---|---|---|"]
+    for measure in (*MEASURES, *(measure for measure, _ in NAMED)):
+        values = ",".join(f'{name}="{value}"' for name, value in measure.labels.items())
+        lines.append(f"| `{measure.column}` | {measure.help} | `{measure.name}{f'{{{values}}}' if values else ''}` |")
+    return "\n".join([*lines, *(f"| `{column}` | {text} | |" for column, text in DERIVED.items()), ""])
+
+
+PAGES = {ROOT / "docs/configuration.md": settings_tables, ROOT / "docs/metrics.md": metrics_tables}
+"""The function that returns a page's text from its first second-level heading on; what is above is written by hand."""
+
+
 def main(arguments: list[str]) -> int:
-    """Write the page, or check that it is up to date with --check; return the exit code."""
-    return write_or_check(TARGET, tables(), arguments)
+    """Write the tables of all pages, or with --check compare them; return the exit code."""
+    code = 0
+    for page, tables in PAGES.items():
+        present = page.read_text(encoding="utf-8")
+        text = present.partition("\n## ")[0] + f"\n{tables()}"
+        if "--check" not in arguments:
+            page.write_text(text, encoding="utf-8")
+        elif present != text:
+            sys.stderr.write(f"{page} is out of date; run: make docs\n")
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

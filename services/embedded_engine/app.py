@@ -10,11 +10,10 @@ from fastapi import FastAPI
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.compute.engine import Engine
-from services.embedded_engine.compute.loading import load
-from services.embedded_engine.compute.weights import WeightsReceiver
-from services.embedded_engine.http import openai_routes, sglang_routes, weight_routes
-from services.embedded_engine.http.state import EngineState
+from services.embedded_engine import routes, weight_routes
+from services.embedded_engine.engine import Engine
+from services.embedded_engine.loading import load
+from services.embedded_engine.requests import EngineState
 from services.engines.settings import EngineSettings
 from services.http.app import Lifecycle, Stats, create_service_app
 
@@ -39,16 +38,8 @@ def create_app(settings: EngineSettings) -> FastAPI:
         stats=stats,
         description="Generates completions: the part of SGLang's HTTP contract that this project uses.",
     )
-    sglang_routes.add_generation_routes(app)
-    sglang_routes.add_information_routes(app)
-    weight_routes.add_pause_routes(app)
-    weight_routes.add_profile_routes(app)
-    weight_routes.add_disk_route(app)
-    weight_routes.add_group_routes(app)
-    weight_routes.add_broadcast_routes(app)
-    weight_routes.add_shared_memory_route(app)
-    weight_routes.add_adapter_routes(app)
-    openai_routes.add_routes(app)
+    app.include_router(routes.router)
+    app.include_router(weight_routes.router)
     return app
 
 
@@ -64,8 +55,8 @@ async def _serve_model(app: FastAPI, settings: EngineSettings) -> AsyncIterator[
 
     engine = Engine(loaded, on_failure=fail)
     engine.start()
-    receiver = WeightsReceiver(model.architecture, model.device)
-    app.state.engine = EngineState(settings, loaded, engine, receiver, model_path=settings.model_name)
+    app.state.engine = EngineState(settings, loaded, engine, model_path=settings.model_name)
+    app.state.receiver = weight_routes.WeightsReceiver(model.architecture, model.device)
     log.info(
         "model loaded",
         model=settings.model_name,
@@ -78,7 +69,7 @@ async def _serve_model(app: FastAPI, settings: EngineSettings) -> AsyncIterator[
     finally:
         drain.cancel()
         await asyncio.to_thread(engine.stop)
-        receiver.close()
+        app.state.receiver.close()
         log.info("engine stopped", generated_tokens=engine.stats()["generated_tokens"])
 
 

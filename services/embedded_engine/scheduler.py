@@ -5,9 +5,11 @@ Only the engine's thread may call it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,9 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.compute.kv_cache import KVCache, PrefixCache, common_length
-from services.embedded_engine.compute.loading import Loaded
-from services.embedded_engine.compute.sampling import Sampler, log_softmax_of
-from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request, Sequence
+from services.embedded_engine.kv_cache import KVCache, PrefixCache, common_length
+from services.embedded_engine.loading import Loaded
+from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of, top_logprobs
 
 # SGLang's names where it has the metric, so that the same dashboards show both engines.
 GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
@@ -38,6 +39,93 @@ SHARED_TOKENS = 32
 """A prompt waits a step for another one's prefill if that saves it at least this many tokens, as in SGLang."""
 
 
+@dataclass(frozen=True)
+class Stopping:
+    """The conditions that end a sequence."""
+
+    max_new_tokens: int
+    token_ids: frozenset[int]
+    texts: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion while it is generated.
+
+    ``versions`` gets a pair (weight version, index of the first token sampled with it) whenever the version changed.
+    ``finish`` is SGLang's finish_reason once the completion has ended.
+    """
+
+    request: Request
+    number: int
+    sampling: Sampling
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for this sequence."""
+    generation: int = -1
+    """The generation of the prefix cache in which its keys and values in the cache were begun."""
+    finish: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """The request's id, with the completion's number if there are several."""
+        return self.request.rid if len(self.request.sequences) == 1 else f"{self.request.rid}-{self.number}"
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far, including the prompt's."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt with its completions.
+
+    ``use_adapter`` asks for the LoRA adapter that is loaded when a token is computed. ``logprob_start`` asks for the
+    log-probabilities of the prompt's tokens from that index on (``input_logprobs``, whose first entry is None). The
+    engine's thread resolves ``done`` when all completions have ended.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    stopping: Stopping
+    use_adapter: bool = False
+    logprob_start: int | None = None
+    top_logprobs: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    input_logprobs: list[float | None] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    done: Future[Request] = field(default_factory=Future)
+
+    @property
+    def longest(self) -> int:
+        """The largest possible length of a sequence in tokens, including the prompt's."""
+        return len(self.prompt_ids) + self.stopping.max_new_tokens
+
+
+@dataclass(frozen=True)
+class CachedPrompt:
+    """The result of a prefill for the completions that do not run yet: keys and values, and the last logits [1, V]."""
+
+    keys_values: Tensor
+    logits: Tensor
+
+
+@dataclass(eq=False)
+class QueueEntry:
+    """Sequences that continue the same tokens and wait for cache rows: a new prompt's, or a single preempted one."""
+
+    request: Request
+    tokens: list[int]
+    sequences: list[Sequence]
+    cached: CachedPrompt | None = None
+    """The prefill of ``tokens``, once some of the completions run."""
+
+
 class Scheduler:
     """The running sequences, one in each of the cache's first rows, and a queue of sequences that wait for a row."""
 
@@ -55,7 +143,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._sampler: Sampler | None = None
         self._has_nonfinite_cache = False
-        self._num_generated = self._num_prompt_tokens = self._num_steps = 0
+        self._totals = {"generated_tokens": 0, "prompt_tokens": 0, "steps": 0}
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
@@ -63,22 +151,16 @@ class Scheduler:
         self.queue.append(QueueEntry(request, request.prompt_ids, list(request.sequences)))
 
     def counts(self) -> dict[str, int]:
-        """Return totals since the start."""
-        return {
-            "generated_tokens": self._num_generated,
-            "prompt_tokens": self._num_prompt_tokens,
-            "steps": self._num_steps,
-            "prefix_cache_tokens": self._prefixes.num_tokens,
-        }
+        """Return totals since the start, and the tokens of the prefix cache."""
+        return self._totals | {"prefix_cache_tokens": self._prefixes.num_tokens}
 
     def abort(self, matches: Callable[[Sequence], bool], reason: str) -> int:
         """End the sequences that match, with their tokens so far; return their number."""
         finish = {"type": "abort", "message": reason}
         aborted = [sequence for sequence in self.running if matches(sequence)]
         for entry in self.queue:
-            matching = [sequence for sequence in entry.sequences if matches(sequence)]
-            entry.sequences = [sequence for sequence in entry.sequences if sequence not in matching]
-            aborted += matching
+            aborted += filter(matches, entry.sequences)
+            entry.sequences = [sequence for sequence in entry.sequences if not matches(sequence)]
         self.queue = deque(entry for entry in self.queue if entry.sequences)
         for sequence in aborted:
             self._finish(sequence, finish)
@@ -106,27 +188,22 @@ class Scheduler:
         sequences = self.running
         positions = [sequence.length - 1 for sequence in sequences]
         tokens = torch.tensor([sequence.output_ids[-1] for sequence in sequences], device=self.model.device)
-        logits = self.model.decode(
-            tokens,
-            torch.tensor(positions, device=self.model.device),
-            self._cache,
-            max(positions) + 1,
-            [sequence.request.use_adapter for sequence in sequences],
-        )
+        places = torch.tensor(positions, device=self.model.device)
+        use_adapter = [sequence.request.use_adapter for sequence in sequences]
+        logits = self.model.decode(tokens, places, self._cache, max(positions) + 1, use_adapter)
         if self._sampler is None:
             self._sampler = Sampler([sequence.sampling for sequence in sequences], self.model.device)
         self._sample(sequences, logits, self._sampler)
         STEPS.inc()
-        self._num_steps += 1
+        self._totals["steps"] += 1
         self._remove_finished()
 
     def _sample(self, sequences: list[Sequence], logits: Tensor, sampler: Sampler) -> None:
         """Sample a token for each of ``sequences`` from its row of ``logits`` [B, V]."""
         positions = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
         tokens, logprobs = sampler.sample(logits, positions)
-        for row, (sequence, token, logprob) in enumerate(
-            zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
-        ):
+        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        for row, (sequence, token, logprob) in enumerate(drawn):
             if logprob != logprob:
                 self._has_nonfinite_cache = True
                 self._prefixes.clear()
@@ -137,14 +214,12 @@ class Scheduler:
             sequence.output_ids.append(token)
             sequence.logprobs.append(logprob)
             if sequence.request.top_logprobs:
-                sequence.top_logprobs.append(_top_logprobs(logits[row], sequence.request.top_logprobs))
+                sequence.top_logprobs.append(top_logprobs(logits[row], sequence.request.top_logprobs))
             reason = self._finish_reason(sequence, token)
             if reason is not None:
                 self._finish(sequence, reason)
-            elif sequence.request.on_progress is not None:
-                sequence.request.on_progress(sequence)
         GENERATED.inc(len(sequences))
-        self._num_generated += len(sequences)
+        self._totals["generated_tokens"] += len(sequences)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> dict[str, Any] | None:
         stopping = sequence.request.stopping
@@ -165,8 +240,6 @@ class Scheduler:
         sequence.finish = reason
         FINISHED.labels(reason["type"]).inc()
         request = sequence.request
-        if request.on_progress is not None:
-            request.on_progress(sequence)
         if all(other.finish is not None for other in request.sequences):
             self.unfinished.discard(request)
             request.done.set_result(request)
@@ -239,7 +312,7 @@ class Scheduler:
         )
         PROMPT_TOKENS.inc(len(hidden))
         CACHED_TOKENS.inc(sum(admission.num_cached for admission in admissions))
-        self._num_prompt_tokens += len(hidden)
+        self._totals["prompt_tokens"] += len(hidden)
         ends = np.cumsum([len(computed) for computed in tokens]).tolist()
         last = self.model.logits(hidden[[end - 1 for end in ends]])
         for entry, end in zip(entries, ends, strict=True):
@@ -283,11 +356,6 @@ class Scheduler:
             if len(rows):
                 logprobs += log_softmax_of(self.model.logits(rows), tokens).tolist()
         return logprobs
-
-
-def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
-    values, tokens = (logits - torch.logsumexp(logits, -1)).topk(min(count, len(logits)))
-    return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""The computation of the embedded engine: model, scheduler, key-value cache, sampling and weights."""

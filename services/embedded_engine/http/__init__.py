@@ -1,1 +1,0 @@
-"""The routes of the embedded engine: SGLang's, and OpenAI's chat and text completions."""

@@ -1,0 +1,356 @@
+"""SGLang's routes that generate, inform and control, and OpenAI's chat and text completions."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+
+from services.chat.messages import for_template
+from services.core.logs import get_logger
+from services.core.tasks import in_background
+from services.embedded_engine.engine import NotIdleError, PauseMode
+from services.embedded_engine.loading import Loaded
+from services.embedded_engine.requests import (
+    EngineState,
+    GenerateRequest,
+    OpenAIRequest,
+    completion_text,
+    make_request,
+    state_of,
+    unsupported,
+    wait_for,
+)
+from services.embedded_engine.scheduler import Request, Sequence
+from services.http.app import version
+from services.http.json_body import JsonRoute
+from services.http.problems import ProblemError
+from services.weights.broadcast_group import installed_nccl
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+DEFAULT_TEXT_TOKENS = 16
+"""The longest text completion without max_tokens, as OpenAI has it."""
+
+router = APIRouter(route_class=JsonRoute)
+
+# --- SGLang's routes that generate and inform ---
+
+
+@router.post("/generate", tags=["generation"])
+async def generate(body: GenerateRequest, http: HttpRequest) -> Any:
+    """Generate completions of a prompt: an object, or a list of ``sampling_params.n`` objects."""
+    state = state_of(http)
+    if (body.input_ids is None) == (body.text is None):
+        raise ProblemError(400, "send the prompt either as input_ids or as text")
+    request = make_request(
+        body.input_ids if body.input_ids is not None else state.loaded.encode(body.text or ""),
+        body.sampling_params,
+        state.loaded,
+        rid=body.rid,
+        use_adapter=state.uses_adapter(body.lora_path),
+        logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
+        top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
+    )
+    await state.generate(request, http)
+    seconds = time.perf_counter() - request.started
+    records = [
+        {
+            "text": completion_text(sequence, state.loaded),
+            "output_ids": sequence.output_ids,
+            "meta_info": _meta_info(sequence, state.engine.version)
+            | (_logprobs(request, sequence) if body.return_logprob else {})
+            | {"e2e_latency": seconds},
+        }
+        for sequence in request.sequences
+    ]
+    return records if body.sampling_params.n > 1 else records[0]
+
+
+def _meta_info(sequence: Sequence, engine_version: str) -> dict[str, Any]:
+    count = len(sequence.output_ids)
+    ends = [start for _, start in sequence.versions[1:]] + [count]
+    return {
+        "id": sequence.id,
+        "finish_reason": sequence.finish,
+        "prompt_tokens": len(sequence.request.prompt_ids),
+        "completion_tokens": count,
+        "cached_tokens": sequence.cached_tokens,
+        # The version of the last token, or the engine's if there is no token.
+        "weight_version": sequence.versions[-1][0] if sequence.versions else engine_version,
+        "weight_versions": [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(sequence.versions, ends, strict=bool(sequence.versions))
+        ],
+    }
+
+
+def _logprobs(request: Request, sequence: Sequence) -> dict[str, Any]:
+    """Return the log-probabilities that the request asks for, as triples (log-probability, token id, None)."""
+    fields: dict[str, Any] = {
+        "output_token_logprobs": [
+            [logprob, token, None] for logprob, token in zip(sequence.logprobs, sequence.output_ids, strict=True)
+        ]
+    }
+    if request.logprob_start is not None:
+        tokens = request.prompt_ids[request.logprob_start :]
+        # A request that was aborted before its prefill has none.
+        is_computed = bool(request.input_logprobs)
+        fields["input_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(request.input_logprobs, tokens, strict=is_computed)
+        ]
+    if request.top_logprobs:
+        fields["output_top_logprobs"] = [
+            [[logprob, token, None] for logprob, token in place] for place in sequence.top_logprobs
+        ]
+    return fields
+
+
+class AbortRequest(BaseModel):
+    """Body of /abort_request."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+@router.post("/abort_request", tags=["generation"])
+async def abort_request(body: AbortRequest, http: HttpRequest) -> Any:
+    """End a request, or all; their answers have the tokens sampled so far."""
+    if not body.rid and not body.abort_all:
+        raise ProblemError(400, "give a rid, or abort_all")
+
+    def matches(sequence: Sequence) -> bool:
+        return body.abort_all or body.rid in (sequence.request.rid, sequence.id)
+
+    ended = await wait_for(state_of(http).engine.abort(matches, "aborted by request"))
+    return {"success": True, "message": f"ended {ended} sequences"}
+
+
+@router.get("/model_info", tags=["information"])
+@router.get("/get_model_info", tags=["information"], include_in_schema=False)
+async def model_info(http: HttpRequest) -> Any:
+    """Return the served model and its weight version."""
+    state = state_of(http)
+    architecture = state.loaded.model.architecture
+    return {
+        "model_path": state.model_path,
+        "tokenizer_path": state.settings.model_name,
+        "is_generation": True,
+        "weight_version": state.engine.version,
+        "model_type": architecture.family,
+        "vocab_size": architecture.vocab_size,
+        "max_context_length": state.loaded.model.context_length,
+    }
+
+
+@router.get("/server_info", tags=["information"])
+@router.get("/get_server_info", tags=["information"], include_in_schema=False)
+async def server_info(http: HttpRequest) -> Any:
+    """Return the engine's configuration and state."""
+    state = state_of(http)
+    model, cache = state.loaded.model, state.loaded.cache
+    return {
+        "model_path": state.model_path,
+        "served_model_name": state.settings.model_name,
+        "weight_version": state.engine.version,
+        "engine": "embedded",
+        "version": version(),
+        "tp_size": 1,
+        "dp_size": 1,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "nccl_version": installed_nccl() if model.device.type == "cuda" else None,
+        "context_length": model.context_length,
+        "max_total_num_tokens": cache.max_tokens,
+        "max_running_requests": cache.max_rows,
+        "internal_states": [state.engine.stats()],
+    }
+
+
+# --- SGLang's routes that control ---
+
+
+async def _or_400(done: Future[T]) -> T:
+    """Return the result of a call to the engine; a refusal of the engine is an answer with status 400."""
+    try:
+        return await wait_for(done)
+    except NotIdleError as error:
+        raise ProblemError(400, str(error)) from error
+
+
+class PauseRequest(BaseModel):
+    """Body of /pause_generation."""
+
+    mode: PauseMode = "abort"
+
+
+@router.post("/pause_generation", tags=["control"])
+async def pause_generation(body: PauseRequest, http: HttpRequest) -> Any:
+    """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later, ``in_place`` keeps them."""
+    paused = await wait_for(state_of(http).engine.pause(body.mode))
+    return {"success": True, "message": f"paused {paused} sequences"}
+
+
+@router.post("/continue_generation", tags=["control"])
+async def continue_generation(http: HttpRequest) -> Any:
+    """Continue decoding."""
+    await _or_400(state_of(http).engine.resume())
+    return {"success": True, "message": "generation continues"}
+
+
+@router.post("/release_memory_occupation", tags=["control"])
+async def release_memory_occupation(http: HttpRequest) -> Any:
+    """Give the memory of keys and values away; refused unless generation is paused with retract or abort."""
+    await _or_400(state_of(http).engine.occupy(has_memory=False))
+    log.info("memory released")
+    return Response()
+
+
+@router.post("/resume_memory_occupation", tags=["control"])
+async def resume_memory_occupation(http: HttpRequest) -> Any:
+    """Take the memory of keys and values back; refused unless it was released."""
+    await _or_400(state_of(http).engine.occupy(has_memory=True))
+    log.info("memory taken back")
+    return Response()
+
+
+@router.post("/flush_cache", tags=["control"])
+@router.get("/flush_cache", tags=["control"], include_in_schema=False)
+async def flush_cache(http: HttpRequest) -> Any:
+    """Drop cached prompts; refused while requests run."""
+    await _or_400(state_of(http).engine.flush())
+    return {"success": True, "message": "cache flushed"}
+
+
+class StartProfile(BaseModel):
+    """Body of /start_profile."""
+
+    output_dir: str = Field(min_length=1)
+
+
+@router.post("/start_profile", tags=["control"])
+async def start_profile(body: StartProfile, http: HttpRequest) -> Any:
+    """Begin to record what the processor does; refused while something is recorded."""
+    state = state_of(http)
+    await _or_400(state.engine.begin_profile())
+    state.profile_directory = Path(body.output_dir)
+    return {"success": True, "message": "profile begun"}
+
+
+@router.post("/stop_profile", tags=["control"])
+async def stop_profile(http: HttpRequest) -> Any:
+    """Write ``trace.json.gz`` to the directory of /start_profile; refused if nothing is recorded."""
+    state = state_of(http)
+    recorded = await _or_400(state.engine.end_profile())
+    path = state.profile_directory / "trace.json.gz"
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(path))
+
+    try:
+        await in_background(write)
+    except OSError as error:
+        raise ProblemError(507, f"the profile is not written: {error}") from error
+    return {"success": True, "message": f"profile written to {path}"}
+
+
+# --- OpenAI's routes ---
+
+
+@router.get("/v1/models", tags=["openai"])
+async def models(http: HttpRequest) -> Any:
+    """List the served model and its LoRA adapter."""
+    state = state_of(http)
+    model = {
+        "id": state.settings.model_name,
+        "object": "model",
+        "created": int(state.started),
+        "owned_by": "embedded",
+        "root": state.model_path,
+        "max_model_len": state.loaded.model.context_length,
+    }
+    adapter = {"id": state.engine.adapter_name, "root": state.adapter_path, "parent": model["id"]}
+    adapters = [{**model, **adapter, "max_model_len": None}] if state.engine.adapter_name else []
+    return {"object": "list", "data": [model, *adapters]}
+
+
+@router.post("/v1/chat/completions", tags=["openai"])
+async def chat_completions(body: OpenAIRequest, http: HttpRequest) -> Any:
+    """Answer a conversation, with ``logprobs`` and ``top_logprobs`` if they are asked for."""
+    state = state_of(http)
+    loaded = state.loaded
+    if not body.messages:
+        raise ProblemError(400, "messages are missing; send at least one")
+    text = loaded.prompts.render([for_template(one) for one in body.messages], None, body.chat_template_kwargs)
+    request = await _complete(body, loaded.prompts.encode(text), state, http)
+    contents = [
+        {
+            "message": {"role": "assistant", "content": completion_text(sequence, loaded)},
+            "logprobs": {"content": _entries(sequence, loaded)} if body.logprobs else None,
+        }
+        for sequence in request.sequences
+    ]
+    return _reply("chat.completion", body, request, state, contents)
+
+
+@router.post("/v1/completions", tags=["openai"])
+async def completions(body: OpenAIRequest, http: HttpRequest) -> Any:
+    """Continue a text."""
+    state = state_of(http)
+    if body.logprobs:
+        raise unsupported("logprobs")
+    if "max_new_tokens" not in body.model_fields_set:
+        body = body.model_copy(update={"max_new_tokens": DEFAULT_TEXT_TOKENS})
+    ids = state.loaded.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    request = await _complete(body, ids, state, http)
+    contents = [{"text": completion_text(one, state.loaded), "logprobs": None} for one in request.sequences]
+    return _reply("text_completion", body, request, state, contents)
+
+
+async def _complete(body: OpenAIRequest, prompt_ids: list[int], state: EngineState, http: HttpRequest) -> Request:
+    # The adapter's name stands after a colon in the model's, as in SGLang, or by itself.
+    use_adapter = state.uses_adapter(body.model.partition(":")[2] or body.lora_path)
+    tops = body.top_logprobs if body.logprobs else 0
+    request = make_request(prompt_ids, body, state.loaded, rid=body.rid, use_adapter=use_adapter, top_logprobs=tops)
+    return await state.generate(request, http)
+
+
+def _reply(
+    kind: str, body: OpenAIRequest, request: Request, state: EngineState, contents: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the reply with the contents of all completions."""
+    prompt, sampled = len(request.prompt_ids), sum(len(sequence.output_ids) for sequence in request.sequences)
+    return {
+        "id": request.rid,
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.model or state.settings.model_name,
+        "choices": [
+            {"index": sequence.number, **content, "finish_reason": (sequence.finish or {}).get("type")}
+            for sequence, content in zip(request.sequences, contents, strict=True)
+        ],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+        "metadata": {"weight_version": state.engine.version},
+    }
+
+
+def _entries(sequence: Sequence, loaded: Loaded) -> list[dict[str, Any]]:
+    """Return an entry per token, each with the likeliest tokens at its position."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, content = loaded.decode_text([token], False), loaded.prompts.token_bytes(token)
+        return {"token": text, "logprob": logprob, "bytes": list(content)}
+
+    tops = sequence.top_logprobs or [[] for _ in sequence.output_ids]
+    return [
+        entry(token, logprob) | {"top_logprobs": [entry(likely, score) for score, likely in top]}
+        for token, logprob, top in zip(sequence.output_ids, sequence.logprobs, tops, strict=True)
+    ]

@@ -1,0 +1,467 @@
+"""SGLang's routes that change weights and load LoRA adapters.
+
+Weights and version change together, between two steps, as a whole or not at all. Tensors are received while the weights
+in use stay, and replace them only when an update is complete, so an update that fails half-way leaves the old weights
+and their version. One adapter can be loaded at a time; it replaces no weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from services.core import machine
+from services.core.logs import get_logger
+from services.core.tasks import in_background
+from services.embedded_engine.adapters import Adapter, pack_adapter, read_adapter, unpickle_tensors
+from services.embedded_engine.engine import NotIdleError
+from services.embedded_engine.model import Weights
+from services.embedded_engine.requests import EngineState, state_of, wait_for
+from services.embedded_engine.weights import Architecture, WeightsError, check, check_finite
+from services.http.json_body import JsonResponse, JsonRoute
+from services.protocol.base import StrictModel
+from services.weights.broadcast_group import join_weights_group, leave_weights_group, receive_weights, unflattened
+from services.weights.shared_tensors import BucketError, unpack_bucket
+
+log = get_logger(__name__)
+router = APIRouter(route_class=JsonRoute)
+
+DEFAULT_GROUP = "weight_update_group"
+JOIN_SECONDS = 120.0
+"""Longest wait until all members of a broadcast group have met."""
+BROADCAST_SECONDS = 120.0
+"""Longest wait for one tensor or bucket of a broadcast."""
+FROM_TENSORS = "__tensor__"
+"""SGLang's path of an adapter that has none."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+async def _reply_to(what: str, work: Callable[[], Awaitable[int | None]], **context: Any) -> Response:
+    """Do ``work`` and reply as SGLang does, 200 or 400: success, message, and the number of paused requests."""
+    try:
+        paused = await work() or 0
+    except (WeightsError, NotIdleError) as error:
+        log.warning(f"not done: {what}", **context, reason=str(error))
+        return JsonResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+    log.info(what, **context)
+    return JsonResponse({"success": True, "message": what, "num_paused_requests": paused})
+
+
+# --- weights ---
+
+
+class UpdateFromDisk(BaseModel):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class InitGroup(BaseModel):
+    """Body of /init_weights_update_group. ``rank_offset`` is this worker's rank, because the worker has only one."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65_535)
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    group_name: str = DEFAULT_GROUP
+    backend: str = Field(default="gloo", pattern="^(gloo|nccl)$")
+
+
+class DestroyGroup(BaseModel):
+    """Body of /destroy_weights_update_group."""
+
+    group_name: str = DEFAULT_GROUP
+
+
+class BeginUpdate(BaseModel):
+    """Body of /begin_weight_update: an update always has all weights of the model."""
+
+    selector: Literal["all"] = "all"
+
+
+class UpdatePart(StrictModel):
+    """The fields of a part of an update; the version of the last part is the update's."""
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: Literal[False] = False
+
+
+class UpdateFromDistributed(UpdatePart):
+    """Body of /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = DEFAULT_GROUP
+    load_format: Literal["flattened_bucket"] | None = None
+
+
+class UpdateFromTensor(UpdatePart):
+    """Body of /update_weights_from_tensor: a pickle in base64 for each tensor-parallel rank, of which there is one."""
+
+    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1)
+    load_format: Literal["flattened_bucket"]
+
+
+@dataclass
+class ReceivedUpdate:
+    """The tensors that came between the begin and the end of an update."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    version: str | None = None
+    flush_cache: bool = False
+    refused: str = ""
+    """The reason for which a part of the update was refused."""
+
+    def add(self, tensors: Mapping[str, Tensor], part: UpdatePart) -> None:
+        """Add the tensors of a part."""
+        self.tensors.update(tensors)
+        self.version = part.weight_version
+        self.flush_cache = self.flush_cache or part.flush_cache
+
+
+class WeightsReceiver:
+    """The broadcast groups that this worker has joined, and the update that is being received.
+
+    Its methods block and, except for ``rendezvous``, are called one at a time, with ``lock`` held. Every failure is a
+    WeightsError, after which the weights in use are unchanged.
+    """
+
+    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+        self.lock = asyncio.Lock()
+        """Its holder may wait long for the trainer; updates from disk do not wait for it."""
+        self._architecture = architecture
+        self._device = device
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._update: ReceivedUpdate | None = None
+
+    def rendezvous(self, body: InitGroup) -> dist.ProcessGroup:
+        """Wait until all members of a group have met, and return the group, for ``join``."""
+        master, rank, name = (body.master_address, body.master_port), body.rank_offset, body.group_name
+        try:
+            return join_weights_group(*master, rank, body.world_size, name, body.backend, JOIN_SECONDS)
+        except (RuntimeError, ValueError) as error:
+            raise WeightsError(
+                f"rank {rank} of group {name!r} did not meet {master[0]}:{master[1]}: {error}"
+            ) from error
+
+    def join(self, group_name: str, group: dist.ProcessGroup) -> None:
+        """Join a group whose members have met."""
+        self._groups[group_name] = group
+
+    def leave(self, group_name: str) -> bool:
+        """Leave a group; return False if it is not joined."""
+        group = self._groups.pop(group_name, None)
+        if group is not None:
+            leave_weights_group(group)
+        return group is not None
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.leave(name)
+
+    def begin(self) -> None:
+        """Open an update, and drop an unfinished earlier one."""
+        self._update = ReceivedUpdate()
+
+    def receive(self, body: UpdateFromDistributed) -> None:
+        """Receive tensors in the order of their names, one by one or as one bucket of bytes."""
+        with self._part() as update:
+            group = self._groups.get(body.group_name)
+            if group is None:
+                raise WeightsError(f"group {body.group_name!r} is not joined: call /init_weights_update_group first")
+            flat, tensors = self._allocate(body)
+        try:
+            for tensor in [flat] if body.load_format else tensors.values():
+                receive_weights(tensor, group, BROADCAST_SECONDS)
+        except RuntimeError as error:
+            self._update = None
+            raise WeightsError(f"the broadcast of group {body.group_name!r} broke off: {error}") from error
+        update.add(tensors, body)
+
+    def map_shared(self, body: UpdateFromTensor) -> None:
+        """Add the tensors of a bucket in the trainer's memory, which stay there until they are packed."""
+        with self._part() as update:
+            tensors = unpack_bucket(_decoded(body.serialized_named_tensors[0]))
+            check(self._architecture, _shapes(tensors), "the update", is_complete=False)
+        update.add(tensors, body)
+
+    def end(self) -> ReceivedUpdate:
+        """Close the update and return it: with all tensors of the model, all of them finite, or with none."""
+        update, self._update = self._update, None
+        if update is None:
+            raise WeightsError("no update is open, or it broke off: nothing was changed")
+        if update.refused:
+            raise WeightsError(f"a part of the update was refused, so nothing was changed: {update.refused}")
+        if update.tensors:
+            check(self._architecture, _shapes(update.tensors), "the update")
+            check_finite(update.tensors, "the update")
+        return update
+
+    @contextmanager
+    def _part(self) -> Iterator[ReceivedUpdate]:
+        """Yield the open update, which a refusal within the block spoils as a whole."""
+        if self._update is None:
+            raise WeightsError("no update is open: call /begin_weight_update first")
+        try:
+            yield self._update
+        except (BucketError, WeightsError) as error:
+            self._update.refused = str(error)
+            raise WeightsError(str(error)) from error
+
+    def _allocate(self, body: UpdateFromDistributed) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the memory of a bucket, and its tensors as parts of it."""
+        names, dtypes, shapes = body.names, body.dtypes, body.shapes
+        if not len(names) == len(dtypes) == len(shapes):
+            raise WeightsError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
+        check(self._architecture, dict(zip(names, map(tuple, shapes), strict=True)), "the update", is_complete=False)
+        kinds = [_DTYPES.get(dtype.removeprefix("torch.")) for dtype in dtypes]
+        types = [kind for kind in kinds if kind is not None]
+        if len(types) < len(kinds):
+            place = kinds.index(None)
+            raise WeightsError(f"{names[place]} has dtype {dtypes[place]!r}; allowed are {', '.join(_DTYPES)}")
+        size = sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, types, strict=True))
+        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        try:
+            return flat, dict(zip(names, unflattened(flat, shapes, types), strict=True))
+        except ValueError as error:
+            raise WeightsError(f"the bucket cannot be taken apart: {error}") from error
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _decoded(text: str) -> bytes:
+    """Return the bytes of a text in base64; WeightsError if it is something else."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise WeightsError(f"serialized_named_tensors is not base64: {error}") from error
+
+
+def _receiver(http: Request) -> WeightsReceiver:
+    receiver: WeightsReceiver = http.app.state.receiver
+    return receiver
+
+
+@router.post("/update_weights_from_disk", tags=["weights"])
+async def update_weights_from_disk(body: UpdateFromDisk, http: Request) -> Any:
+    """Serve a model directory's weights from the next step on, or change nothing if they do not fit.
+
+    The weights in use stay in memory while the new ones are read. Requests in flight end first, unless generation is
+    paused.
+    """
+    state = state_of(http)
+
+    async def update() -> int:
+        weights = await in_background(lambda: state.loaded.read_weights(Path(body.model_path)))
+        if body.abort_all_requests:
+            await wait_for(state.engine.abort(lambda _: True, "the weights change"))
+        paused = await _change(state, weights, body.weight_version, flush_cache=body.flush_cache)
+        state.model_path = body.model_path
+        return paused
+
+    async with state.update_lock:
+        return await _reply_to("weights updated from disk", update, model_path=body.model_path)
+
+
+async def _change(state: EngineState, weights: Weights, version: str | None, *, flush_cache: bool) -> int:
+    """Exchange weights and version; return the number of paused sequences."""
+    change = state.engine.change_weights(
+        weights, state.engine.version if version is None else version, keeps_caches=not flush_cache
+    )
+    paused = await wait_for(change)
+    if not machine.keeps_memory(state.settings.keep_memory):
+        await in_background(machine.release_memory)
+    return paused
+
+
+@router.post("/init_weights_update_group", tags=["weights"])
+async def init_weights_update_group(body: InitGroup, http: Request) -> Any:
+    """Join a broadcast group whose rank 0 is the trainer; answered when all members have joined.
+
+    A group of the same name is left first.
+    """
+    receiver = _receiver(http)
+
+    async def join() -> None:
+        async with receiver.lock:
+            receiver.leave(body.group_name)
+        # Without the lock, because members that never come would keep the next update waiting.
+        receiver.join(body.group_name, await in_background(partial(receiver.rendezvous, body)))
+
+    return await _reply_to("group joined", join, group=body.group_name)
+
+
+@router.post("/destroy_weights_update_group", tags=["weights"])
+async def destroy_weights_update_group(body: DestroyGroup, http: Request) -> Any:
+    """Leave a broadcast group."""
+    receiver = _receiver(http)
+
+    async def leave() -> None:
+        if not receiver.leave(body.group_name):
+            raise WeightsError(f"group {body.group_name!r} is not joined")
+
+    async with receiver.lock:
+        return await _reply_to("group left", leave, group=body.group_name)
+
+
+@router.post("/begin_weight_update", tags=["weights"])
+async def begin_weight_update(body: BeginUpdate, http: Request) -> Any:
+    """Open an update by broadcast or a shared GPU. Requests in flight end first, unless generation is paused."""
+    receiver = _receiver(http)
+
+    async def begin() -> None:
+        await wait_for(state_of(http).engine.drain())
+        receiver.begin()
+
+    async with receiver.lock:
+        return await _reply_to("update open", begin)
+
+
+@router.post("/update_weights_from_distributed", tags=["weights"])
+async def update_weights_from_distributed(body: UpdateFromDistributed, http: Request) -> Any:
+    """Receive tensors in the order of ``names``; they serve once /end_weight_update closes the update."""
+    receiver = _receiver(http)
+    receive = partial(in_background, partial(receiver.receive, body))
+    async with receiver.lock:
+        return await _reply_to("weights received", receive, tensors=len(body.names))
+
+
+@router.post("/update_weights_from_tensor", tags=["weights"])
+async def update_weights_from_tensor(body: UpdateFromTensor, http: Request) -> Any:
+    """Map tensors in memory of this GPU; they serve once /end_weight_update has copied them."""
+    receiver = _receiver(http)
+    async with receiver.lock:
+        return await _reply_to("weights mapped", partial(in_background, partial(receiver.map_shared, body)))
+
+
+@router.post("/end_weight_update", tags=["weights"])
+async def end_weight_update(http: Request) -> Any:
+    """Serve the tensors received since /begin_weight_update, or change nothing if they are not the whole model.
+
+    Requests in flight end first, unless generation is paused.
+    """
+    state, receiver = state_of(http), _receiver(http)
+
+    async def end() -> int:
+        update = receiver.end()
+        if not update.tensors:
+            return 0
+        weights = await in_background(lambda: state.loaded.pack(update.tensors))
+        async with state.update_lock:
+            return await _change(state, weights, update.version, flush_cache=update.flush_cache)
+
+    async with receiver.lock:
+        return await _reply_to("update closed", end)
+
+
+# --- LoRA adapters ---
+
+
+class LoadAdapter(BaseModel):
+    """Body of /load_lora_adapter."""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str
+
+
+class LoadAdapterFromTensors(BaseModel):
+    """Body of /load_lora_adapter_from_tensors: PEFT's configuration, and a pickled dictionary of tensors in base64.
+
+    There is one pickle for each tensor-parallel rank.
+    """
+
+    lora_name: str = Field(min_length=1)
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1)
+
+
+class UnloadAdapter(BaseModel):
+    """Body of /unload_lora_adapter."""
+
+    lora_name: str
+
+
+class UpdateVersion(BaseModel):
+    """Body of /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+@router.post("/load_lora_adapter", tags=["weights"])
+async def load_lora_adapter(body: LoadAdapter, http: Request) -> Any:
+    """Load an adapter from a directory. Requests in flight end first, unless generation is paused."""
+    state = state_of(http)
+    model = state.loaded.model
+    read = partial(read_adapter, Path(body.lora_path), model.architecture, model.device)
+    return await _load_adapter(state, body.lora_name, body.lora_path, read)
+
+
+@router.post("/load_lora_adapter_from_tensors", tags=["weights"])
+async def load_lora_adapter_from_tensors(body: LoadAdapterFromTensors, http: Request) -> Any:
+    """Load an adapter that comes with the request. Requests in flight end first, unless generation is paused."""
+    state = state_of(http)
+
+    def read() -> Adapter:
+        model = state.loaded.model
+        tensors = unpickle_tensors(_decoded(body.serialized_named_tensors[0]))
+        return pack_adapter(body.config_dict, tensors, model.architecture, model.device, "the adapter")
+
+    return await _load_adapter(state, body.lora_name, FROM_TENSORS, read)
+
+
+async def _load_adapter(state: EngineState, name: str, path: str, read: Callable[[], Adapter]) -> Response:
+    async def load() -> None:
+        if state.engine.adapter_name is not None:
+            raise WeightsError(f"{state.engine.adapter_name} is loaded already; unload it first")
+        await wait_for(state.engine.change_adapter(await in_background(read), name))
+        state.adapter_path = path
+
+    async with state.update_lock:
+        return await _reply_to("adapter loaded", load, name=name, path=path)
+
+
+@router.post("/unload_lora_adapter", tags=["weights"])
+async def unload_lora_adapter(body: UnloadAdapter, http: Request) -> Any:
+    """Remove the adapter; requests for it end as aborted unless another is loaded before a pause ends."""
+    state = state_of(http)
+
+    async def unload() -> None:
+        if body.lora_name != state.engine.adapter_name:
+            raise WeightsError(f"LoRA with name {body.lora_name} does not exist")
+        await wait_for(state.engine.change_adapter(None, body.lora_name))
+
+    async with state.update_lock:
+        return await _reply_to("adapter unloaded", unload, name=body.lora_name)
+
+
+@router.post("/update_weight_version", tags=["weights"])
+async def update_weight_version(body: UpdateVersion, http: Request) -> Any:
+    """Say that the tokens from now on are of another version."""
+    engine = state_of(http).engine
+    if body.abort_all_requests:
+        await wait_for(engine.abort(lambda _: True, "the weight version changes"))
+    await wait_for(engine.change_version(body.new_version))
+    return {"success": True, "message": f"Weight version updated to {body.new_version}"}
