@@ -50,9 +50,12 @@ def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
 def _table(fields: dict[str, FieldInfo], settings: type[Settings], explained: set[str]) -> str:
     """Return the table of fields of a class, and a second one of those whose text ends with ADVANCED.
 
-    Rows that are in ``explained`` already are listed by name alone; the others are added to it.
+    Variables whose default and text are in ``explained`` already are listed by name; the others are added to it.
     """
     meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
+    texts = {name: f"{name}={_default(field)} {meanings[name]}" for name, field in fields.items()}
+    shared = [name for name, text in texts.items() if text in explained]
+    explained.update(texts.values())
     of_all = vars(settings).get("read_with")
     for name, choices in settings.choices().items():
         if own := [f"`{choice.replace('|', ' or ')}`" for choice in choices if choice != of_all]:
@@ -64,17 +67,15 @@ def _table(fields: dict[str, FieldInfo], settings: type[Settings], explained: se
         name: f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
         for name, field in fields.items()
     }
-    shared = [f"`{name.upper()}`" for name, row in rows.items() if row in explained]
     usual, advanced = (
-        [row for name, row in rows.items() if row not in explained and meanings[name].endswith(ADVANCED) is is_advanced]
+        [row for name, row in rows.items() if name not in shared and meanings[name].endswith(ADVANCED) is is_advanced]
         for is_advanced in (False, True)
     )
-    explained.update(rows.values())
     lines = ["| variable | default | meaning |", "|---|---|---|", *usual, ""] if usual else []
     if advanced:
         lines += ["Advanced:\n", "| variable | default | meaning |", "|---|---|---|", *advanced, ""]
     if shared:
-        lines += [f"Also, as above: {', '.join(shared)}.", ""]
+        lines += [f"Also, as above: {', '.join(f'`{name.upper()}`' for name in shared)}.", ""]
     return "\n".join(lines)
 
 
