@@ -150,7 +150,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"policies": "missing=no-such-directory"}, "no policy at no-such-directory"),
         ({"environment": "NoSuchGame-v0"}, "NoSuchGame"),
         ({"environment": "nim"}, "nim has 2 seats"),
-        ({"environment": f"{ODD}Unborn-v0"}, "no world today"),
         ({"policies": "far=head+http://127.0.0.1:8080"}, "HEAD_POLICIES"),
     ]
     for options, says in refusals:
