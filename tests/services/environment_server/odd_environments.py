@@ -56,6 +56,13 @@ class Sleepy(Plain):
         return super().step(action)
 
 
+class Unborn(Plain):
+    """An environment that cannot be reset."""
+
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no world today")
+
+
 class Unshaped(Plain):
     """An environment whose observations have no fixed size."""
 
@@ -281,7 +288,7 @@ class Exiting(Plain):
         sys.exit("closed")
 
 
-PLAIN = (Plain, Broken, Sleepy, Unshaped, Composed, Several, HostileFunctions, Exiting, Parrot, Mute)
+PLAIN = (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several, HostileFunctions, Exiting, Parrot, Mute)
 for kind in (*PLAIN, Misshapen, WholeNumbers, Wordless):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)
 
