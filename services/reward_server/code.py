@@ -26,9 +26,8 @@ from typing import Any
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.pool import Evaluation
 from services.reward_server.settings import CodeScore, RewardSettings
-from services.sandbox.box import Outcome, Result
+from services.sandbox.box import BoxPool, Outcome, Result
 from services.sandbox.kernel import Limits
-from services.sandbox.pool import BoxPool
 from services.sandbox.probe import choose
 
 _LANGUAGE = re.compile(r"\{?\s*\.?([a-z]+)[\d.]*(?![^\s{}:,;=])", re.IGNORECASE)

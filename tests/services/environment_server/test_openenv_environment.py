@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -219,34 +216,3 @@ async def test_a_server_that_starts_later_is_waited_for_and_another_one_refused(
         await ask_for_forms(f"openenv+{other}", IDLE_SECONDS)
     with pytest.raises(NeverReadyError, match="SERVICE_DEADLINE_SECONDS"):
         await ask_for_forms("openenv+http://127.0.0.1:9", 0.2)
-
-
-async def test_a_reason_that_the_server_gives_before_it_closes_is_reported() -> None:
-    reason = error("CAPACITY_REACHED")
-    async with closing_at_once(json.dumps(reason).encode()) as url:
-        environment = OpenEnvEnvironment(url, Forms.of({"action": SAY, "observation": {}}))
-        with pytest.raises(DependencyLostError, match=r"CAPACITY_REACHED: not so.*raise max_concurrent_envs"):
-            await environment.reset(1)
-
-
-@asynccontextmanager
-async def closing_at_once(message: bytes) -> AsyncIterator[str]:
-    """A server that accepts a WebSocket, sends ``message`` and closes, all in the same packet."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = (await reader.readuntil(b"\r\n\r\n")).decode()
-        [key] = re.findall(r"(?i)^sec-websocket-key: *(\S+)", asked, re.MULTILINE)
-        digest = hashlib.sha1(f"{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode()).digest()
-        writer.write(
-            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            + b"Sec-WebSocket-Accept: %s\r\n\r\n" % base64.b64encode(digest)
-            + b"\x81%c%s" % (len(message), message)
-            + b"\x88\x02\x03\xe8"
-        )
-        await writer.drain()
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -25,7 +25,7 @@ from services.reward_server import own_code
 from services.reward_server.app import create_app
 from services.reward_server.code import CodeReward, _is_right, last_block, read_tests, same_text, same_value
 from services.reward_server.settings import CodeScore, RewardSettings
-from services.sandbox import pool
+from services.sandbox import box
 from services.sandbox.box import Outcome, Result
 from services.sandbox.harness import pack
 from tests.waiting import IDLE_SECONDS
@@ -387,7 +387,7 @@ async def test_an_answer_without_a_block_is_wrong_and_a_lost_box_says_nothing(
 @in_loop_of_module
 async def test_a_long_queue_is_not_a_wrong_answer(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = with_boxes_of(reward, service_deadline_seconds=3)
-    monkeypatch.setattr(pool, "QUEUE_SECONDS", 0.2)
+    monkeypatch.setattr(box, "QUEUE_SECONDS", 0.2)
     answers = [item(f"import time; time.sleep(2)  # {n}", STDIO) for n in range(3)]
     evaluations = await asyncio.gather(*map(impatient.score, answers))
     assert (evaluations[2].value, evaluations[2].status) == (None, RewardStatus.OVERLOADED)

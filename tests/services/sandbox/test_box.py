@@ -25,9 +25,8 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.sandbox import backends, probe, zygote
 from services.sandbox.backends import BackendName, Interpreter
-from services.sandbox.box import Box, Outcome, Result, SandboxError
+from services.sandbox.box import Box, BoxPool, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits, landlock_version
-from services.sandbox.pool import BoxPool
 from services.sandbox.watch import Run
 from tests.services.sandbox import hostile
 from tests.waiting import IDLE_SECONDS, eventually, wait_until
