@@ -325,13 +325,6 @@ class Unstable(Choosy):
         return 1 / 0
 
 
-class Worldless(Choosy):
-    """A question that cannot begin."""
-
-    async def reset(self, seed):
-        raise RuntimeError("no world today")
-
-
 class Dice(Choosy):
     """A question that declares that it is deterministic, although its first state is another one in each process."""
 

@@ -18,7 +18,6 @@ from tests.services.gateway.test_malformed_bodies import BODIES
 GUIDE = Path(__file__).parents[3] / "docs/guides/agents.md"
 PARAMETERS = {**ADD["function"]["parameters"], "required": ["a", "b"], "additionalProperties": False}
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12+30?"}
-STRICT = {"type": "function", "function": {**ADD["function"], "parameters": PARAMETERS, "strict": True}}
 FLAT = {"type": "function", "strict": True, **ADD["function"], "parameters": PARAMETERS}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
