@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,28 @@ def check_published(computed: tuple[Arrays, Any], directory: Path, settings: dic
     for group, of_group in zip(GROUPS, logprobs, strict=True):
         for given, wanted in zip(of_group, plain_logprobs(plain, group), strict=True):
             assert given == pytest.approx(wanted.tolist(), abs=tolerance)
+
+
+@pytest.mark.both_types
+@pytest.mark.parametrize(("compute_type", "most"), [("float32", 1e-5), ("bfloat16", 5e-3)])
+def test_small_updates_leave_trainer_and_engines_one_policy(
+    alone: Ranks, model: Path, compute_type: str, most: float
+) -> None:
+    """By the mean distance of log-probabilities, 0.012 if passes had weights rounded to the nearest."""
+    settings: dict[str, Any] = {"compute_type": compute_type, "publish_type": "bfloat16", "learning_rate": 2e-5}
+    learner = make_learner(alone, model, **settings)
+    before = learner.logprobs(GROUPS, temperature=1.0)
+    for step in range(12):
+        learner.update(GROUPS, step)
+    after, engine = learner.logprobs(GROUPS, temperature=1.0), plain_model(model)
+    engine.load_state_dict(dict(learner.policy.full_parameters(Rounding(torch.bfloat16))), strict=False)
+    assert mean_distance(after, before) > 0.015
+    assert mean_distance(after, [plain_logprobs(engine, group) for group in GROUPS]) < most
+
+
+def mean_distance(first: Sequence[Any], second: Sequence[Any]) -> float:
+    a, b = (torch.cat([torch.as_tensor(x) for group in all_ for x in group]) for all_ in (first, second))
+    return float((a - b).abs().mean().detach())
 
 
 def test_adapters_are_computed_with_as_they_are_published(alone: Ranks, model: Path) -> None:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import structlog
 
-from services.core.endpoints import WEIGHTS_BROADCAST_PORT
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
 from services.weights.broadcast_group import CUMEM, match_engines_nccl
 from services.weights.policy_store import PolicyStore
-from tests.fake_service import FakeService, fake_service, name_router
+from tests.fake_service import FakeService, fake_service
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings, Transport
+from trainer.loop import TrainingLoop
+from trainer.model import saving
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing import broadcast
@@ -122,19 +130,26 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
 
 
 @pytest.fixture
-def publisher(members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Publisher, Worker]]:
+def publisher(
+    request: pytest.FixtureRequest, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Publisher, Worker]]:
     model = save_model(tmp_path / "model", FAMILIES["qwen2"])
-    fields = {"model_name": str(model), "shared_dir": tmp_path, "run_id": "r"}
-    settings = TrainerSettings.load(publish_transport=Transport.BROADCAST, **fields)
+    transport = getattr(request, "param", Transport.BROADCAST)
+    settings = TrainerSettings.load(model_name=str(model), shared_dir=tmp_path, run_id="r", publish_transport=transport)
     with fake_service({}) as service, fake_service({}) as router, join_ranks() as ranks, ServiceThread() as thread:
         worker = Worker(service, members)
         router.routes["GET /workers"] = worker.workers
         for number in range(5):
             router.routes[f"DELETE /workers/w{number}"] = worker.remove
-        name_router(router, monkeypatch, **{f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": "127.0.0.1:1"})
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        addresses = {
+            f"rollout-server-0:{ROUTER_PORT}": address,
+            f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": "127.0.0.1:1",
+        }
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
         made = Publisher(settings, thread, VersionWriter(settings, load_policy(settings, ranks), ranks))
-        assert made.broadcaster is not None
-        made.broadcaster.flattens = True  # as over NCCL
+        if made.broadcaster is not None:
+            made.broadcaster.flattens = True  # as over NCCL
         yield made, worker
         members.connected.set()
         made.writer.close()
@@ -242,6 +257,75 @@ def test_a_late_worker_loads_the_newest_version_on_a_slow_volume_and_the_next_br
     may_write.set()
     made.writer.close()
     assert [policy.version for policy in made.writer.store.published()][-1] == 4
+
+
+def test_a_new_group_is_formed_by_one_small_tensor_and_then_gets_buckets(
+    publisher: tuple[Publisher, Worker], members: Members
+) -> None:
+    for version in (1, 2):
+        publish(*publisher, version)
+    requests = publisher[1].service.asked("POST /update_weights_from_distributed")
+    first, second, third = requests
+    assert len(first["names"]) == 1
+    assert first["weight_version"] is None
+    assert sorted([*first["names"], *second["names"]]) == sorted(third["names"])
+    assert members.sent == [1, 1, 1]
+
+
+PRODUCT = tuple(str(Path(broadcast.__file__).parents[2] / room) for room in ("trainer", "services"))
+
+
+def functions(codes: Iterable[CodeType]) -> list[str]:
+    """Return the names of the product's functions among these."""
+    return [code.co_qualname for code in codes if code.co_filename.startswith(PRODUCT)]
+
+
+def stack(frame: FrameType | None) -> Iterator[CodeType]:
+    """Yield the code of the frames from the outermost to this one."""
+    if frame is not None:
+        yield from stack(frame.f_back)
+        yield frame.f_code
+
+
+async def awaited() -> list[list[CodeType]]:
+    """Return the code of the coroutines of each task of this loop, each of which waits for the next."""
+    chains = []
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        coroutine: Any = task.get_coro()
+        chains.append([])
+        while hasattr(coroutine, "cr_code"):
+            chains[-1].append(coroutine.cr_code)
+            coroutine = coroutine.cr_await
+    return chains
+
+
+@pytest.mark.parametrize("publisher", [Transport.DISK, Transport.BROADCAST], indirect=True)
+def test_a_version_takes_at_most_ten_functions_from_publish_to_its_first_byte(
+    publisher: tuple[Publisher, Worker], members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By disk to the volume's and to the worker's request, by broadcast to the collective."""
+    made, worker = publisher
+    main, paths = threading.get_ident(), []
+
+    def note(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        path = functions(stack(sys._current_frames()[main]))
+        if threading.get_ident() != main:
+            tasks = map(functions, asyncio.run_coroutine_threadsafe(awaited(), made.services._loop).result())
+            # Beside the way of the bytes, workers are asked to receive them.
+            path += [name for names in tasks if "Engine.receive_weights" not in names for name in names]
+            path += functions(stack(sys._getframe()))
+        paths.append(path)
+        return original(*arguments, **options)
+
+    service = worker.service.routes
+    service["POST /update_weights_from_disk"] = partial(note, service["POST /update_weights_from_disk"])
+    monkeypatch.setattr(saving, "save_torch_state_dict", partial(note, saving.save_torch_state_dict))
+    monkeypatch.setattr("services.weights.broadcast_group.dist.broadcast", partial(note, members.broadcast))
+    loop = MagicMock(publisher=made, state=SimpleNamespace(policy_version=1), **{"probe.check.return_value": {}})
+    TrainingLoop.publish(loop, MagicMock())
+    made.writer.close()
+    ways = [path for path in paths if "VersionWriter._write_next" not in path]
+    assert [len(path) <= 10 for path in ways] == [True, True], ways
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
