@@ -73,6 +73,8 @@ def prepared(run: Run, directory: Path) -> Iterator[Settings]:
         settings["MODEL_NAME"] = str(directory / "tiny")
         arithmetic.build_model().save_pretrained(settings["MODEL_NAME"])
         arithmetic.build_tokenizer().save_pretrained(settings["MODEL_NAME"])
+    if run.way.begins_in:
+        settings["MODEL_NAME"] = rounded(settings["MODEL_NAME"], run.way.begins_in, directory / "rounded")
     if run.way.sources:
         entries = yaml.safe_load((ROOT / settings["SOURCES"]).read_text("utf-8"))
         settings["SOURCES"] = str(directory / "sources.yaml")
@@ -90,6 +92,15 @@ def prepared(run: Run, directory: Path) -> Iterator[Settings]:
     with running(directory / "first", first, job_group) as job:
         job.wait()
         yield settings | {variable: str(job.run_dir / "model")}
+
+
+def rounded(model: str, dtype: str, directory: Path) -> str:
+    """Save a model with weights in another number format, and return its directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(model, dtype=dtype).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+    return str(directory)
 
 
 def measurements(job: Job, settings: Settings) -> dict[str, Any]:
@@ -110,6 +121,7 @@ def measurements(job: Job, settings: Settings) -> dict[str, Any]:
     figures |= {"replayed": sum(step.get("replay_groups", 0) for step in steps)}
     figures |= {"left_out": sum(step.get("replay_groups_left_out", 0) for step in steps)}
     figures |= {name: statistics.median(step.get(name, 0.0) for step in steps[1:] or steps) for name in PHASES}
+    figures |= {"kl_behaviour_max": max(step.get("kl_behaviour", 0.0) for step in steps)}
     figures |= {f"accuracy_{step['step']}": step[accuracy] for step in records if accuracy in step}
     for name in {name for step in steps for name in step if FIGURES.match(name)}:
         values = [step[name] for step in steps if step.get(name) is not None]

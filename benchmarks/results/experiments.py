@@ -32,6 +32,8 @@ class Way:
     """Job group and settings of a run before this one, and the variable that names the model of that run."""
     sources: tuple[str, ...] = ()
     """The sources of the file of SOURCES that the run has; all without names."""
+    begins_in: str = ""
+    """The number format that the model's weights are rounded to before the run; "": as they are."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ TINY = EXACT | {
 
 No MODEL_NAME: the run makes the model, always the same.
 """
+BFLOAT16: Settings = dict.fromkeys(("COMPUTE_TYPE", "PUBLISH_TYPE", "ENGINE_DTYPE"), "bfloat16")
 GREEDY = DEMO | {"EVAL_SAMPLES": "0", "EVAL_PROMPTS": "52"}
 
 
@@ -109,7 +112,7 @@ def ways(checkpoint_every: int, killed_after: int) -> dict[str, Way]:
         "killed and resumed": Way({"CHECKPOINT_EVERY": str(checkpoint_every)}, killed_after=killed_after),
         "broadcast": Way({"PUBLISH_TRANSPORT": "broadcast"}),
         "two ranks": Way(nodes={"ppo-trainer": 2}),
-        "bfloat16": Way(dict.fromkeys(("COMPUTE_TYPE", "PUBLISH_TYPE", "ENGINE_DTYPE"), "bfloat16")),
+        "bfloat16": Way(BFLOAT16),
         "asynchronous, staleness 1": asynchronous(1),
     }
 
@@ -141,6 +144,11 @@ SHORTER = {
 }
 """Steps of the tiny task that take the processor time of its 40 without replay."""
 
+TYPES = {
+    "float32": Way({"PUBLISH_TYPE": "float32", "ENGINE_DTYPE": "float32"}, begins_in="bfloat16"),
+    "bfloat16": Way(BFLOAT16, begins_in="bfloat16"),
+}
+"""Both sides in one number format, from weights on bfloat16's grid, as most published checkpoints are."""
 ENGINES = {
     "float32 engine": {},
     "bfloat16 engine": {"ENGINE_DTYPE": "bfloat16"},
@@ -296,6 +304,11 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("clipped", TINY, range(5), ENGINES),
         *runs("GSPO", {**TINY, "LOSS": "gspo"}, range(5), ENGINES),
     ],
+    "rounding_trainer": [
+        run
+        for rate in ("5e-6", "1e-6")
+        for run in runs(f"{rate}, 40 steps", at(rate, DEMO | {"MAX_STEPS": "40"}), range(3), TYPES)
+    ],
     "methods": [
         *runs("tiny, choice of rates", TINY, range(100, 102), TRIED),
         *runs("tiny", TINY, range(5), AT_BEST),
@@ -333,7 +346,7 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("float32", QUICK, range(2), BESIDE_TRL),
         *runs(
             "bfloat16",
-            QUICK | dict.fromkeys(("COMPUTE_TYPE", "PUBLISH_TYPE", "ENGINE_DTYPE"), "bfloat16"),
+            QUICK | BFLOAT16,
             range(2),
             BESIDE_TRL,
         ),
