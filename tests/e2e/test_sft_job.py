@@ -33,7 +33,7 @@ def run(volume: Path, tiny_model: Path, run_id: str, job_group: str = "jobgroups
         run_id=run_id,
         job_group=job_group,
         DATASET=str(rows),
-        REPLAY_GROUPS="0",
+        REPLAY_GROUPS="",
         CHECKPOINT_EVERY="1",
         MAX_STEPS=str(STEPS),
         **settings,

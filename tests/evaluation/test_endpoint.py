@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -185,12 +186,17 @@ async def test_a_reply_that_is_none_costs_only_its_prompt() -> None:
 def transformers_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of `transformers serve` with the tiny model, a server of another make."""
     log = tmp_path_factory.mktemp("transformers") / "log"
+    # It lists the models of the hub's cache, and fails without one.
+    environment = os.environ | {"HF_HUB_CACHE": str(log.parent)}
     with served(FastAPI()) as free:
         port = free.rpartition(":")[2]
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(tiny_model), "--host", "127.0.0.1"]
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*command, "--port", port, "--device", "cpu", "--dtype", "float32"], stdout=stream, stderr=stream
+            [*command, "--port", port, "--device", "cpu", "--dtype", "float32"],
+            env=environment,
+            stdout=stream,
+            stderr=stream,
         )
     try:
 
