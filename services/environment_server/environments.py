@@ -101,20 +101,6 @@ def result_of(
     )
 
 
-@dataclass(frozen=True)
-class Tool:
-    """A function that policies may call in addition to the episode's actions.
-
-    ``parameters`` is the JSON schema of the arguments. ``call`` takes them by name and returns text; it raises
-    ValueError with a message for the policy.
-    """
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-    call: Callable[..., str]
-
-
 class Conversation(ABC):
     """An environment of text for one episode: a state is the list of messages so far, an action the policy's answer.
 
@@ -127,7 +113,6 @@ class Conversation(ABC):
 
     state_spec: ClassVar = StateSpec(kind=StateKind.MESSAGES)
     action_spec: ClassVar = ActionSpec(kind=ActionKind.TEXT)
-    tools: ClassVar[tuple[Tool, ...]] = ()
     seats: ClassVar[int] = 1
     deterministic: ClassVar[bool] = False
     version: str = ""
@@ -158,7 +143,6 @@ class Tasks(ABC):
     """
 
     splits: Mapping[str, int]
-    tools: tuple[Tool, ...] = ()
     deterministic: bool = False
     version: str = ""
 

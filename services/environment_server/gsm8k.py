@@ -18,7 +18,6 @@ from services.environment_server.environments import (
     Conversation,
     EnvironmentBrokenError,
     Tasks,
-    Tool,
     Transition,
     text_of,
 )
@@ -31,12 +30,6 @@ from services.reward_server.settings import RewardSettings
 RULES = (
     "Solve the question step by step. To calculate, write <calc>12*3.5</calc> and stop; the result comes as the next "
     "message. End with the answer as a number behind ####."
-)
-CALCULATOR = Tool(
-    name="calculate",
-    description="Return the value of an expression of numbers, + - * / and parentheses.",
-    parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-    call=lambda expression: calculate(str(expression)),
 )
 MAX_LENGTH = 200
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -56,7 +49,6 @@ class Questions(Tasks):
     Scores are computed on the event loop on which it was made.
     """
 
-    tools = (CALCULATOR,)
     deterministic = True
 
     def __init__(self, rows: Mapping[str, Rows], scorer: Scorer, turns: int) -> None:
