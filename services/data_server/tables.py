@@ -25,8 +25,7 @@ from services.core.errors import ConfigurationError, first_line
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.data_server.settings import DataSettings
-from services.protocol import group_file
-from services.protocol.groups import GroupFormatError
+from services.protocol.groups import GroupFormatError, read_group_file
 from services.protocol.prompts import Demonstration
 
 log = get_logger(__name__)
@@ -339,7 +338,7 @@ def read_groups(path: Path, where: str, settings: DataSettings) -> ReadTable:
         raise ConfigurationError(f"{where} has recorded answers to learn as they are; set METHOD=sft, or give rows")
     schema = pa.schema([(ROW, pa.string())])
     try:
-        head, groups = group_file.read(path)
+        head, groups = read_group_file(path)
 
         def batches() -> Iterator[pa.RecordBatch]:
             for group in groups:

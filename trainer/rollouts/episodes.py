@@ -19,13 +19,12 @@ import numpy as np
 import orjson
 from prometheus_client import Counter
 
-from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, load_agent
+from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, Program, load_agent, programs_at_once
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.programs import Program, programs_at_once
 from services.protocol.episodes import CalledTool, EpisodeFigures, Message
 from services.protocol.groups import TokenSequence, Turn
 from services.protocol.prompts import Prompt
