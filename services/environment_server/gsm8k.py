@@ -62,15 +62,12 @@ class Questions(Tasks):
 
     def make(self, split: str, index: int) -> QuestionWithCalculator:
         """See Tasks."""
-        return QuestionWithCalculator(self._row(split, index), self.score, self._turns)
+        return QuestionWithCalculator(self._rows[split].take([index])[0], self.score, self._turns)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Return the score of an answer, on any event loop."""
         scoring = asyncio.run_coroutine_threadsafe(self._scorer.score([item]), self._loop)
         return (await asyncio.wrap_future(scoring))[0]
-
-    def _row(self, split: str, index: int) -> Row:
-        return self._rows[split].take([index])[0]
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Finite, WireModel
-from services.protocol.episodes import EpisodeFigures, Message
+from services.protocol.chat import EpisodeFigures, Message
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult
 

@@ -12,7 +12,7 @@ import pytest
 from scripts import groups
 from scripts.groups import choose, groups_of, read_answers
 from services.core.errors import exit_code_of
-from services.protocol.episodes import EpisodeFigures
+from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Group, GroupFormatError, TokenSequence, read_group_file
 from services.protocol.rewards import FinishReason, RewardResult
 from tests.sequences import make_group, trained_sequence

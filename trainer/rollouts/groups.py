@@ -29,7 +29,7 @@ from services.core.settings import Method
 from services.core.tasks import TIMELINE
 from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.base import derive_seed
-from services.protocol.episodes import EpisodeFigures
+from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_judged

@@ -26,7 +26,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
-from services.protocol.episodes import EpisodeFigures, Message
+from services.protocol.chat import EpisodeFigures, Message
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardResult, RewardStatus
