@@ -14,7 +14,7 @@ from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
 from evaluation.openai_engine import NEUTRAL, Api
 from evaluation.settings import EvaluationSettings, WorkflowName
-from services.agents import Agent, load_agent
+from services.agents import Agent, Program, load_agent
 from services.core import endpoints, machine
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
@@ -22,7 +22,6 @@ from services.core.sources import MAIN, Source
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
-from services.programs import Program
 from services.protocol.prompts import Prompt, Split
 from services.reward_server.settings import RewardSettings
 

@@ -19,7 +19,7 @@ from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
 from evaluation.samples import open_store
 from evaluation.servers import START_SECONDS, Servers, parse_url, secrets, servers_for
-from services.agents import EPISODES_AT_ONCE
+from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
 from services.clients.player import Score
@@ -34,7 +34,6 @@ from services.core.tasks import in_background, run_until_first_ends
 from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
 from services.http.client import RequestRefusedError
-from services.programs import Program, programs_at_once
 from services.relay import Relay
 from services.reward_server.settings import RewardSettings
 

@@ -20,8 +20,7 @@ from rich.text import Text
 
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import atomic_write
-from services.protocol import group_file
-from services.protocol.groups import Group
+from services.protocol.groups import Group, GroupFileHead, group_file
 from services.protocol.prompts import Split
 from services.protocol.rewards import FinishReason
 from services.run_page.directory import RUNS, find_run
@@ -83,9 +82,9 @@ def main(
         return
     head = records.head(records.steps[0])
     model = head.settings.get("model_name")
-    named = group_file.GroupFileHead(run=run_dir.name, model=model, tokenizer=head.tokenizer, where=where)
+    named = GroupFileHead(run=run_dir.name, model=model, tokenizer=head.tokenizer, where=where)
     try:
-        atomic_write(out, group_file.parts(named, groups_of(records, kept)))
+        atomic_write(out, group_file(named, groups_of(records, kept)))
     except OSError as error:
         raise ConfigurationError(f"--out {out} cannot be written: {error}") from error
 

@@ -16,9 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.agents import Example
+from services.agents import Example, Program, privilege_drop
 from services.http.server import ended_before_client_left, serving
-from services.programs import Program, privilege_drop
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
 """Headers that are not passed on; the client decodes and frames the content itself."""

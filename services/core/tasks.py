@@ -1,4 +1,4 @@
-"""Helpers for asyncio: run until the first of some awaitables ends, or until a signal; work in threads; a stopwatch.
+"""Helpers for asyncio: run until the first of some awaitables ends, or until a signal; work in threads; clocks.
 
 ServiceThread is an event loop in a thread for a program that computes: the trainer's clients, its collector and its
 status page live there.
@@ -138,6 +138,47 @@ class Stopwatch:
             self._open -= 1
             if not self._open:
                 self._before += time.monotonic() - self._started
+
+
+class Timeline:
+    """Spans of this process on named tracks; they are kept only between ``begin`` and ``end``."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, str, float, float]] | None = None
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Begin to keep spans."""
+        self._spans, self._began = [], time.perf_counter()
+
+    def add(self, track: str, name: str, start: float, end: float) -> None:
+        """Add a span from ``start`` to ``end`` (time.perf_counter); what lies before ``begin`` is cut off."""
+        if self._spans is not None and end > self._began:
+            self._spans.append((track, name, max(start, self._began), end))
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the spans as events of Chrome's trace format, in microseconds since ``begin``, and keep no more."""
+        spans, self._spans = self._spans or [], None
+        tracks = {track: number for number, track in enumerate(dict.fromkeys(track for track, *_ in spans))}
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": track}}
+            for track, number in tracks.items()
+        ]
+        return names + [
+            {
+                "ph": "X",
+                "name": name,
+                "pid": 0,
+                "tid": tracks[track],
+                "ts": (start - self._began) * 1e6,
+                "dur": (end - start) * 1e6,
+            }
+            for track, name, start, end in spans
+        ]
+
+
+TIMELINE = Timeline()
+"""The timeline of this process."""
 
 
 POLL_SECONDS = 0.1

@@ -77,7 +77,7 @@ async def get_prompts(sources: Loaded, query: Annotated[wire.PromptsQuery, Query
     if query.epoch is not None or query.position is not None:
         cursor = wire.Cursor(epoch=query.epoch or 0, position=query.position or 0)
         return _reply(batches, split, *batches.batch(split, cursor, query.batch_size))
-    key = _cursor_key(query.consumer, split)
+    key = _cursor_key(query)
     before = None if query.request_id is None else batches.state.start_of(key, query.request_id)
     start = before or batches.state.cursor(key)
     prompts, after = batches.batch(split, start, query.batch_size)
@@ -94,14 +94,9 @@ async def post_prompts(request: wire.PromptsRequest, sources: Loaded) -> Respons
 
 
 @router.get("/cursor")
-async def get_cursor(
-    sources: Loaded,
-    consumer: Annotated[str, Query(min_length=1, max_length=200)] = "default",
-    split: wire.Split = wire.Split.TRAIN,
-    source: str = "",
-) -> wire.Cursor:
+async def get_cursor(sources: Loaded, query: Annotated[wire.CursorQuery, Query()]) -> wire.Cursor:
     """Return the server's own cursor of a consumer."""
-    return sources[source].state.cursor(_cursor_key(consumer, split))
+    return sources[query.source].state.cursor(_cursor_key(query))
 
 
 @router.put("/cursor")
@@ -109,7 +104,7 @@ async def put_cursor(request: wire.CursorRequest, sources: Loaded) -> wire.Curso
     """Set the server's own cursor of a consumer."""
     batches = sources[request.source]
     batches.check(request.split, request.cursor)
-    await batches.state.set_cursor(_cursor_key(request.consumer, request.split), request.cursor)
+    await batches.state.set_cursor(_cursor_key(request), request.cursor)
     return request.cursor
 
 
@@ -127,8 +122,8 @@ async def post_success_rates(request: wire.SuccessRatesRequest, sources: Loaded)
     return wire.SuccessRatesReply(recorded=recorded, unknown=len(request.success_rates) - recorded)
 
 
-def _cursor_key(consumer: str, split: wire.Split) -> str:
-    return f"{consumer}/{split.value}"
+def _cursor_key(query: wire.CursorQuery) -> str:
+    return f"{query.consumer}/{query.split.value}"
 
 
 def _reply(batches: Batches, split: wire.Split, prompts: list[dict[str, Any]], after: wire.Cursor) -> Response:

@@ -71,16 +71,12 @@ class EpochOrder:
         if self._curriculum is Curriculum.OFF:
             return random.permutation(self._size).astype(np.int32)
         rates = self._rates_at_start(epoch)
-        weights = np.ones(self._size) if rates is None else _weights(rates)
+        # A prompt that was never tried counts as half solved.
+        solved = np.full(self._size, 0.5) if rates is None else np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
+        weights = _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * 4 * solved * (1 - solved)
         # Exponential keys give a weighted order without replacement (Efraimidis and Spirakis 2006, algorithm A-ES).
         keys = random.exponential(size=self._size) / weights
         return np.argsort(keys, kind="stable").astype(np.int32)
-
-
-def _weights(rates: Rates) -> np.ndarray[Any, np.dtype[np.float64]]:
-    # A prompt that was never tried counts as half solved.
-    solved = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
-    return _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * 4 * solved * (1 - solved)
 
 
 def walk(

@@ -25,11 +25,20 @@ from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
-from services.data_server.json_lines import read_json_lines
 from services.data_server.settings import GROUPS, DataSettings, GroundTruthFormat, check_file, generator_of, named_files
-from services.data_server.tables import ROW, ReadTable, check_columns, load_from_hub, read_groups, read_parquet
+from services.data_server.tables import (
+    ROW,
+    ReadTable,
+    check_columns,
+    load_from_hub,
+    on_disk,
+    read_json_lines,
+    read_parquet,
+)
 from services.http.problems import ProblemError
 from services.protocol.ground_truths import REASONING_GYM, last_boxed
+from services.protocol.groups import GroupFormatError, read_group_file
+from services.protocol.prompts import Demonstration
 
 INSTRUCTIONS = {
     GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
@@ -232,8 +241,44 @@ def instruction_of(settings: DataSettings, default: str | None) -> str | None:
 
 def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
     check_file(variable, path)
-    read = {".jsonl": read_json_lines, GROUPS: read_groups}.get(path.suffix, read_parquet)
+    read = {".jsonl": read_json_lines, GROUPS: _read_groups}.get(path.suffix, read_parquet)
     return read(path, f"{variable} {str(path)!r}", settings)
+
+
+def _read_groups(path: Path, where: str, settings: DataSettings) -> ReadTable:
+    """Return a function that maps a file's groups as rows; the arguments are those of ``read_json_lines``.
+
+    Raises:
+        ConfigurationError: METHOD is not sft, or `grpo groups` has not written the file.
+    """
+    if settings.method is not Method.SFT:
+        raise ConfigurationError(f"{where} has recorded answers to learn as they are; set METHOD=sft, or give rows")
+    schema = pa.schema([(ROW, pa.string())])
+    try:
+        head, groups = read_group_file(path)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for group in groups:
+                row = {
+                    "tokenizer": head.tokenizer,
+                    "prompt": group.prompt.prompt,
+                    "prompt_ids": group.prompt_ids,
+                    "messages": [message.model_dump() for message in group.prompt.messages],
+                    "demonstrations": [
+                        Demonstration(
+                            completion=sequence.completion,
+                            completion_ids=sequence.completion_ids.tolist(),
+                            loss_mask=sequence.mask.tolist(),
+                            episode=place if sequence.episode is None else sequence.episode,
+                        ).model_dump()
+                        for place, sequence in enumerate(group.sequences)
+                    ],
+                }
+                yield pa.record_batch([pa.array([orjson.dumps(row).decode()], pa.string())], schema)
+
+        return ReadTable(on_disk(batches(), schema, where), has_demonstrations=True)
+    except GroupFormatError as error:
+        raise ConfigurationError(f"{where}: {error}; write the file with `grpo groups RUN --out FILE`") from error
 
 
 def _in_memory(table: pa.Table) -> ReadTable:
@@ -276,12 +321,17 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
 
 
 def _truths(table: pa.Table, form: GroundTruthFormat) -> pa.ChunkedArray:
-    """Return the ground truth of each row, null or empty for a row without one."""
+    """Return the trimmed ground truth of each row, null or empty for a row without one."""
     if "ground_truth" in table.column_names:
         return table["ground_truth"]
-    if "answer" in table.column_names:
-        return _ground_truths(pc.cast(table["answer"], pa.string()), form)
-    return pa.chunked_array([pa.nulls(len(table), pa.string())])
+    if "answer" not in table.column_names:
+        return pa.chunked_array([pa.nulls(len(table), pa.string())])
+    truths = pc.cast(table["answer"], pa.string())
+    if form is GroundTruthFormat.HASH:
+        truths = pc.struct_field(pc.extract_regex(truths, _AFTER_HASHES), "truth")
+    elif form is GroundTruthFormat.BOXED:
+        truths = pa.chunked_array([pa.array([last_boxed(text or "") for text in truths.to_pylist()], pa.string())])
+    return pc.utf8_trim_whitespace(truths)
 
 
 def _digest(*columns: pa.ChunkedArray) -> str:
@@ -342,17 +392,6 @@ def _format(read_table: ReadTable, settings: DataSettings) -> GroundTruthFormat:
         if 2 * (pc.sum(pc.match_substring(first, mark)).as_py() or 0) > len(first):
             return form
     return GroundTruthFormat.PLAIN
-
-
-def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.ChunkedArray:
-    """Return the trimmed ground truth of each row, null or empty if the row has none."""
-    if form is GroundTruthFormat.HASH:
-        truths = pc.struct_field(pc.extract_regex(answers, _AFTER_HASHES), "truth")
-    elif form is GroundTruthFormat.BOXED:
-        truths = pa.chunked_array([pa.array([last_boxed(text or "") for text in answers.to_pylist()], pa.string())])
-    else:
-        truths = answers
-    return pc.utf8_trim_whitespace(truths)
 
 
 def _hold_out(rows: Rows, questions: Hashes, settings: DataSettings) -> tuple[Rows, Rows]:

@@ -21,13 +21,14 @@ from services.chat.prompts import ChatPrompts
 from services.chat.tokenizers import tokenizer_digest
 from services.core.models import context_length
 from services.data_server.dataset_rows import TOO_LONG, Refusal, Row
-from services.data_server.prompt_maker import PromptMaker
 from services.data_server.settings import DataSettings, PromptStyle
 from services.http.problems import ProblemError
 from services.protocol.prompts import Demonstration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from services.data_server.dataset import PromptMaker
 
 Messages = Sequence[Mapping[str, Any]]
 _TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}

@@ -6,7 +6,6 @@ ground_truth (otherwise read from the answers) and category.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -167,7 +166,6 @@ def _seed_tables(_settings: DataSettings, _refused: Counter[str]) -> Tables:
 REASONING_INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
 
 _GENERATOR = re.compile(r"(?P<name>\w+)(?:=(?P<weight>\d*\.?\d+))?")
-_LOGGED_EVERY = 500
 
 
 class _ReasoningConfig(BaseModel):
@@ -228,38 +226,25 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
             f"DATASET {REASONING_GYM}... needs reasoning-gym, which is not installed; run: "
             f"{install_command('data', 'reasoning-gym')}"
         )
-    rows: list[dict[str, str]] = []
-    failures: list[str] = []
-    with subprocess.Popen(
+    log.info("generating questions", of=plan["size"])
+    done = subprocess.run(
         [sys.executable, "-m", "services.data_server.reasoning_questions"],
-        stdin=subprocess.PIPE,
+        input=json.dumps(plan),
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONHASHSEED": "0"},
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        # A process that ends before it has read or written everything is reported by its exit code.
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            json.dump(plan, process.stdin)
-        for line in process.stdout:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if "error" in record:
-                raise ConfigurationError(record["error"])
-            if "failed" in record:
-                failures.append(record["failed"])
-            else:
-                rows.append(record)
-            if (len(rows) + len(failures)) % _LOGGED_EVERY == 0:
-                log.info("generating", questions=len(rows), of=plan["size"])
-    if process.returncode != 0:
+        check=False,
+    )
+    if done.returncode != 0:
         raise ConfigurationError(
-            f"the generator of reasoning-gym's questions {describe_exit(process.returncode)}; see its error above"
+            f"the generator of reasoning-gym's questions {describe_exit(done.returncode)}; see its error above"
         )
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    if records and "error" in records[0]:
+        raise ConfigurationError(records[0]["error"])
+    rows = [record for record in records if "failed" not in record]
+    failures = [record["failed"] for record in records if "failed" in record]
     refused["not generated"] += len(failures)
     if not rows:
         raise ConfigurationError(f"DATASET: no question could be made; {failures[0][:300]}; correct DATASET_CONFIG")

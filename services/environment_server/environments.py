@@ -11,17 +11,7 @@ from typing import Any, ClassVar
 
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.http.problems import ProblemError
-from services.protocol.evaluation import (
-    Action,
-    ActionKind,
-    ActionSpec,
-    EnvironmentInfo,
-    State,
-    StateKind,
-    StateSpec,
-    StepResult,
-    StepStatus,
-)
+from services.protocol import evaluation as wire
 
 
 class ActionRefusedError(ValueError):
@@ -52,7 +42,7 @@ class Transition:
     has one reward a seat; ``reward`` is seat 0's.
     """
 
-    state: State
+    state: wire.State
     reward: float
     terminated: bool = False
     truncated: bool = False
@@ -62,8 +52,8 @@ class Transition:
 
 
 def result_of(
-    outcome: Transition, info: EnvironmentInfo, episode: str, steps: int, episode_return: float
-) -> StepResult:
+    outcome: Transition, info: wire.EnvironmentInfo, episode: str, steps: int, episode_return: float
+) -> wire.StepResult:
     """Return the result of the action after which an episode has ``steps`` actions and ``episode_return`` before it.
 
     Raises:
@@ -85,11 +75,11 @@ def result_of(
             )
         seat_members = {"seat": outcome.seat, "rewards": list(rewards)}
     if outcome.terminated:
-        status = StepStatus.TERMINATED
+        status = wire.StepStatus.TERMINATED
     else:
-        status = StepStatus.TRUNCATED if outcome.truncated or steps >= info.max_steps else StepStatus.RUNNING
+        status = wire.StepStatus.TRUNCATED if outcome.truncated or steps >= info.max_steps else wire.StepStatus.RUNNING
     # Validation costs a fifth of model_construct, which fills in defaults in Python.
-    return StepResult(
+    return wire.StepResult(
         episode=episode,
         status=status,
         state=outcome.state,
@@ -99,20 +89,6 @@ def result_of(
         figures=dict(outcome.figures),
         **seat_members,
     )
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A function that policies may call in addition to the episode's actions.
-
-    ``parameters`` is the JSON schema of the arguments. ``call`` takes them by name and returns text; it raises
-    ValueError with a message for the policy.
-    """
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-    call: Callable[..., str]
 
 
 class Conversation(ABC):
@@ -125,19 +101,18 @@ class Conversation(ABC):
     rewards change, because a run refuses servers of another version.
     """
 
-    state_spec: ClassVar = StateSpec(kind=StateKind.MESSAGES)
-    action_spec: ClassVar = ActionSpec(kind=ActionKind.TEXT)
-    tools: ClassVar[tuple[Tool, ...]] = ()
+    state_spec: ClassVar = wire.StateSpec(kind=wire.StateKind.MESSAGES)
+    action_spec: ClassVar = wire.ActionSpec(kind=wire.ActionKind.TEXT)
     seats: ClassVar[int] = 1
     deterministic: ClassVar[bool] = False
     version: str = ""
 
     @abstractmethod
-    async def reset(self, seed: int) -> State:
+    async def reset(self, seed: int) -> wire.State:
         """Begin the episode and return its first messages. The same seed begins the same episode."""
 
     @abstractmethod
-    async def step(self, action: Action) -> Transition:
+    async def step(self, action: wire.Action) -> Transition:
         """Take the policy's answer and return the messages after it.
 
         Raises:
@@ -158,7 +133,6 @@ class Tasks(ABC):
     """
 
     splits: Mapping[str, int]
-    tools: tuple[Tool, ...] = ()
     deterministic: bool = False
     version: str = ""
 
@@ -195,7 +169,7 @@ class Tasks(ABC):
         """Return the environment for an episode of one task; ``index`` is below ``splits[split]``."""
 
 
-def text_of(action: Action) -> str:
+def text_of(action: wire.Action) -> str:
     """Return an action that is text.
 
     Raises:

@@ -29,15 +29,7 @@ from services.environment_server.environments import (
 )
 from services.environment_server.runner import Runner
 from services.http.problems import ProblemError
-from services.protocol.evaluation import (
-    EnvironmentInfo,
-    EpisodeStart,
-    ResetReply,
-    State,
-    StepItem,
-    StepResult,
-    StepStatus,
-)
+from services.protocol import evaluation as wire
 
 log = get_logger(__name__)
 
@@ -62,18 +54,18 @@ class HeldEpisode:
 
     id: str
     environment: Environment
-    info: EnvironmentInfo
+    info: wire.EnvironmentInfo
     used: float
     steps: int = 0
     episode_return: float = 0.0
-    last: StepResult | None = None
+    last: wire.StepResult | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a step is taken."""
 
-    def result(self, status: StepStatus, **members: Any) -> StepResult:
+    def result(self, status: wire.StepStatus, **members: Any) -> wire.StepResult:
         """Return a result with the episode's steps and return so far."""
         so_far = {"steps": self.steps, "episode_return": self.episode_return}
-        return StepResult(episode=self.id, status=status, **so_far, **members)
+        return wire.StepResult(episode=self.id, status=status, **so_far, **members)
 
 
 class EpisodeTable:
@@ -85,7 +77,7 @@ class EpisodeTable:
         step_seconds: the limit of one reset or step.
     """
 
-    def __init__(self, info: EnvironmentInfo, make: MakeEnvironment, step_seconds: float) -> None:
+    def __init__(self, info: wire.EnvironmentInfo, make: MakeEnvironment, step_seconds: float) -> None:
         self.info = info
         self.instance = secrets.token_hex(16)
         """Tells this table from those of other servers and of former processes."""
@@ -93,7 +85,7 @@ class EpisodeTable:
         self._runner = Runner(step_seconds)
         self.active: dict[str, HeldEpisode] = {}
         self._beginning = 0
-        self._ended: OrderedDict[str, StepResult] = OrderedDict()
+        self._ended: OrderedDict[str, wire.StepResult] = OrderedDict()
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     @property
@@ -102,8 +94,12 @@ class EpisodeTable:
         return self._runner.stuck
 
     async def reset(
-        self, count: int, seed: int | None, make: MakeEnvironment | None = None, info: EnvironmentInfo | None = None
-    ) -> ResetReply:
+        self,
+        count: int,
+        seed: int | None,
+        make: MakeEnvironment | None = None,
+        info: wire.EnvironmentInfo | None = None,
+    ) -> wire.ResetReply:
         """Begin ``count`` episodes, the i-th with ``seed`` + i; without a seed, draw one.
 
         ``make`` makes their environments, for episodes of one task or of another environment, which has ``info``.
@@ -127,18 +123,20 @@ class EpisodeTable:
             starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make, info)
         finally:
             self._beginning -= count
-        return ResetReply.model_construct(environment=info, episodes=starts, instance=self.instance)
+        return wire.ResetReply.model_construct(environment=info, episodes=starts, instance=self.instance)
 
-    async def _begin(self, seeds: Sequence[int], make: MakeEnvironment, info: EnvironmentInfo) -> list[EpisodeStart]:
+    async def _begin(
+        self, seeds: Sequence[int], make: MakeEnvironment, info: wire.EnvironmentInfo
+    ) -> list[wire.EpisodeStart]:
         environments: dict[int, Environment] = {}
 
-        def begin(seed: int) -> State | Awaitable[State]:
+        def begin(seed: int) -> wire.State | Awaitable[wire.State]:
             environments[seed] = make(seed)
             return environments[seed].reset(seed)
 
         states = await self._runner.run([partial(begin, seed) for seed in seeds])
         outcomes = [_start_of(info, seed, state) for seed, state in zip(seeds, states, strict=True)]
-        starts = [outcome for outcome in outcomes if isinstance(outcome, EpisodeStart)]
+        starts = [outcome for outcome in outcomes if isinstance(outcome, wire.EpisodeStart)]
         if len(starts) < len(seeds):
             for seed, outcome in zip(seeds, outcomes, strict=True):
                 if seed in environments and not isinstance(outcome, EnvironmentHungError):
@@ -155,12 +153,12 @@ class EpisodeTable:
             self._count("begun")
         return starts
 
-    async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
+    async def step(self, items: Sequence[wire.StepItem]) -> list[wire.StepResult]:
         """Return one result an item, in order; a failure of one episode does not affect the others."""
         # In another task, so that a client that disconnects does not leave episodes half stepped.
         return await asyncio.shield(asyncio.ensure_future(self._step(items)))
 
-    async def _step(self, items: Sequence[StepItem]) -> list[StepResult]:
+    async def _step(self, items: Sequence[wire.StepItem]) -> list[wire.StepResult]:
         async with AsyncExitStack() as stack:
             # Sorted, so that two requests for the same episodes never wait for each other.
             for episode_id in sorted(item.episode for item in items):
@@ -170,30 +168,32 @@ class EpisodeTable:
             steps = [(self.active[item.episode], item.action) for item in items if without_step[item.episode] is None]
             outcomes = await self._runner.run([partial(episode.environment.step, action) for episode, action in steps])
             results = [self._result_of(e, outcome) for (e, _), outcome in zip(steps, outcomes, strict=True)]
-            self._count("steps", sum(isinstance(result, StepResult) for result in results))
+            self._count("steps", sum(isinstance(result, wire.StepResult) for result in results))
             stepped = {e.id: self._settle(e, result) for (e, _), result in zip(steps, results, strict=True)}
             return [without_step[item.episode] or stepped[item.episode] for item in items]
 
-    def _result_without_step(self, item: StepItem) -> StepResult | None:
+    def _result_without_step(self, item: wire.StepItem) -> wire.StepResult | None:
         """Return the result of a step that was taken or cannot be taken; None for a step to take."""
         episode = self.active.get(item.episode)
         if episode is None:
             ended = self._ended.get(item.episode)
             if ended is None:
                 detail = "no such episode here: the server was restarted, or it was idle for too long; reset a new one"
-                return StepResult(episode=item.episode, status=StepStatus.LOST, detail=detail)
-            if item.step == ended.steps - 1 or ended.status is StepStatus.LOST:
+                return wire.StepResult(episode=item.episode, status=wire.StepStatus.LOST, detail=detail)
+            if item.step == ended.steps - 1 or ended.status is wire.StepStatus.LOST:
                 return ended
             detail = f"the episode has ended after {ended.steps} steps"
-            return StepResult(episode=item.episode, status=StepStatus.REFUSED, steps=ended.steps, detail=detail)
+            return wire.StepResult(
+                episode=item.episode, status=wire.StepStatus.REFUSED, steps=ended.steps, detail=detail
+            )
         if episode.last is not None and item.step == episode.steps - 1:
             return episode.last
         if item.step != episode.steps:
             detail = f"step {item.step} does not fit: the episode stands at step {episode.steps}"
-            return episode.result(StepStatus.REFUSED, detail=detail)
+            return episode.result(wire.StepStatus.REFUSED, detail=detail)
         return None
 
-    def _result_of(self, episode: HeldEpisode, outcome: Transition | Exception) -> StepResult | Exception:
+    def _result_of(self, episode: HeldEpisode, outcome: Transition | Exception) -> wire.StepResult | Exception:
         """Return the result of a step, or its error. An invalid outcome counts as an error.
 
         The episode stays as it is, so that a step without a result is not counted as taken.
@@ -209,24 +209,24 @@ class EpisodeTable:
             reason = " ".join(str(error).split())[:300]
             return EnvironmentBrokenError(f"the environment returned an invalid step result: {reason}")
 
-    def _settle(self, episode: HeldEpisode, outcome: StepResult | Exception) -> StepResult:
+    def _settle(self, episode: HeldEpisode, outcome: wire.StepResult | Exception) -> wire.StepResult:
         """Record a step's result or error in its episode."""
         episode.used = time.monotonic()
         if isinstance(outcome, ActionRefusedError):
-            return episode.result(StepStatus.REFUSED, detail=why_failed(outcome))
+            return episode.result(wire.StepStatus.REFUSED, detail=why_failed(outcome))
         if isinstance(outcome, Exception):
             reason, has_failed = why_failed(outcome), not isinstance(outcome, DependencyLostError)
             log.warning("episode lost", steps=episode.steps, error=reason)
-            result = episode.result(StepStatus.LOST, detail=reason, environment_failed=has_failed)
+            result = episode.result(wire.StepStatus.LOST, detail=reason, environment_failed=has_failed)
             # A hung environment is still in use by its thread.
             self._end(episode, result, release=not isinstance(outcome, EnvironmentHungError))
             return result
         episode.steps, episode.episode_return, episode.last = outcome.steps, outcome.episode_return, outcome
-        if outcome.status is not StepStatus.RUNNING:
+        if outcome.status is not wire.StepStatus.RUNNING:
             self._end(episode, outcome)
         return outcome
 
-    def _end(self, episode: HeldEpisode, result: StepResult, *, release: bool = True) -> None:
+    def _end(self, episode: HeldEpisode, result: wire.StepResult, *, release: bool = True) -> None:
         """Drop an episode, but keep ``result`` for clients that ask for the last step again."""
         self._ended[episode.id] = result
         if len(self._ended) > KEPT_ENDED:
@@ -278,13 +278,13 @@ class EpisodeTable:
         ACTIVE.set(len(self.active))
 
 
-def _start_of(info: EnvironmentInfo, seed: int, state: State | Exception) -> EpisodeStart | Exception:
+def _start_of(info: wire.EnvironmentInfo, seed: int, state: wire.State | Exception) -> wire.EpisodeStart | Exception:
     """Return the start of an episode, or the error of its reset. An invalid state counts as an error."""
     if isinstance(state, Exception):
         return state
     seat = 0 if info.seats > 1 else None
     try:
-        return _written(EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat))
+        return _written(wire.EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat))
     except ValueError:
         return EnvironmentBrokenError(f"the environment gave {state!r:.60} as its first state")
 

@@ -18,7 +18,6 @@ from services.environment_server.environments import (
     Conversation,
     EnvironmentBrokenError,
     Tasks,
-    Tool,
     Transition,
     text_of,
 )
@@ -31,12 +30,6 @@ from services.reward_server.settings import RewardSettings
 RULES = (
     "Solve the question step by step. To calculate, write <calc>12*3.5</calc> and stop; the result comes as the next "
     "message. End with the answer as a number behind ####."
-)
-CALCULATOR = Tool(
-    name="calculate",
-    description="Return the value of an expression of numbers, + - * / and parentheses.",
-    parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-    call=lambda expression: calculate(str(expression)),
 )
 MAX_LENGTH = 200
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -56,7 +49,6 @@ class Questions(Tasks):
     Scores are computed on the event loop on which it was made.
     """
 
-    tools = (CALCULATOR,)
     deterministic = True
 
     def __init__(self, rows: Mapping[str, Rows], scorer: Scorer, turns: int) -> None:
@@ -70,15 +62,12 @@ class Questions(Tasks):
 
     def make(self, split: str, index: int) -> QuestionWithCalculator:
         """See Tasks."""
-        return QuestionWithCalculator(self._row(split, index), self.score, self._turns)
+        return QuestionWithCalculator(self._rows[split].take([index])[0], self.score, self._turns)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Return the score of an answer, on any event loop."""
         scoring = asyncio.run_coroutine_threadsafe(self._scorer.score([item]), self._loop)
         return (await asyncio.wrap_future(scoring))[0]
-
-    def _row(self, split: str, index: int) -> Row:
-        return self._rows[split].take([index])[0]
 
 
 @asynccontextmanager

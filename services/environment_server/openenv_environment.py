@@ -199,7 +199,7 @@ class Forms:
         fields = [name for name in schema.get("properties", {}) if name not in _OWN_FIELDS]
         required = [name for name in fields if name in schema.get("required", [])]
         # The only required field, or the only one there is.
-        field = required[0] if len(required) == 1 else fields[0] if len(fields) == 1 else None
+        field = next((names[0] for names in (required, fields) if len(names) == 1), None)
         action = None if field is None else _numbers_action(schema["properties"][field])
         shapes = {name: _shape(form) for name, form in observation.items() if name not in _OWN_FIELDS}
         numeric = {name: shape for name, shape in shapes.items() if shape is not None}

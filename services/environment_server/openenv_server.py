@@ -1,4 +1,4 @@
-"""OpenEnv's wire (its version 0.10) on this server: a socket that plays episodes, the environment's schemas and tools.
+"""OpenEnv's wire (its version 0.10) on this server: a socket that plays episodes, and the environment's schemas.
 
 An action has one field: ``text`` for a conversation, ``action`` (an index or numbers) for any other environment. An
 observation has ``messages``, the ones that came since the last action, or ``state``, numbers. OpenEnv's HTTP routes
@@ -11,38 +11,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.clients.play import Episode
-from services.environment_server.environments import ActionRefusedError, Tasks, Tool
+from services.environment_server.environments import ActionRefusedError, Tasks
 from services.environment_server.episodes import EpisodeTable
 from services.http.app import version
 from services.http.json_body import MAX_DEPTH, JsonResponse, json_depth
 from services.http.problems import ProblemError, problem_response
+from services.protocol import evaluation as wire
 from services.protocol.base import StrictModel
-from services.protocol.evaluation import (
-    Action,
-    ActionKind,
-    ActionSpec,
-    EnvironmentInfo,
-    State,
-    StateKind,
-    StepItem,
-    StepStatus,
-)
 
 SEND_SECONDS = 30.0
 """Limit of sending one frame: a client that does not read has lost its socket."""
+TYPES = ("reset", "step", "state", "close")
+"""The messages of a client. Tools by OpenEnv's ``mcp`` are not offered: an environment's rules name what it takes."""
 CODES = {400: "VALIDATION_ERROR", 429: "CAPACITY_REACHED"}
 """OpenEnv's code of an error by its HTTP status; EXECUTION_ERROR for any other status."""
-METHOD_NOT_FOUND, INVALID_PARAMS = -32601, -32602
 
 
 class ResetData(BaseModel):
@@ -63,22 +54,12 @@ class Message(StrictModel):
     data: dict[str, Any] = Field(default_factory=dict)
 
 
-class RpcRequest(StrictModel):
-    """A request of JSON-RPC 2.0."""
-
-    jsonrpc: Literal["2.0"]
-    method: str
-    params: dict[str, Any] = Field(default_factory=dict)
-    id: str | int | None = None
-
-
 @dataclass
 class Host:
-    """The environment that OpenEnv's clients play: its episodes, with ``tasks`` and ``tools`` where it has any."""
+    """The environment that OpenEnv's clients play: its episodes, and its ``tasks`` where it has any."""
 
     table: EpisodeTable
     tasks: Tasks | None
-    tools: tuple[Tool, ...]
     sessions: int = 0
     """The sockets that are open."""
 
@@ -123,9 +104,7 @@ class Session:
             case "state":
                 steps = 0 if self._episode is None else self._episode.steps
                 return {"type": "state", "data": {"episode_id": self._episode_id, "step_count": steps}}
-            case "mcp":
-                return {"type": "mcp", "data": answer_rpc(self._host, RpcRequest.model_validate(message.data))}
-        return _error_frame("UNKNOWN_TYPE", f"Unknown message type: {message.type[:60]}")
+        return _error_frame("UNKNOWN_TYPE", f"Unknown message type: {message.type[:60]}; send {', '.join(TYPES)}")
 
     async def _reset(self, request: ResetData) -> dict[str, Any]:
         """Begin an episode in place of the last one, and return its first observation."""
@@ -147,21 +126,27 @@ class Session:
         episode, table = self._episode, self._host.table
         if episode is None:
             raise ProblemError(409, "no episode has begun; send reset first")
-        action = decode_action(table.info.action, data)
-        item = StepItem.model_construct(episode=episode.id, step=episode.steps, action=action)
-        [result] = await table.step([item])
-        if result.status in (StepStatus.REFUSED, StepStatus.LOST):
-            goes_on = result.status is StepStatus.REFUSED and episode.id in table.active
+        [result] = await table.step([episode.step_with(_decode_action(table.info.action, data))])
+        if not result.is_taken:
+            goes_on = result.status is wire.StepStatus.REFUSED and episode.id in table.active
             raise ProblemError(400 if goes_on else 409, f"{result.detail}{'' if goes_on else '; send reset'}")
         before = episode.state
         episode.follow(result)
         return self._observe(episode, before, result.reward)
 
-    def _observe(self, episode: Episode, before: State | None, reward: float | None) -> dict[str, Any]:
+    def _observe(self, episode: Episode, before: wire.State | None, reward: float | None) -> dict[str, Any]:
         """Return the observation of the episode's state; ``before`` is the state before it, if any."""
-        is_truncated = episode.status is StepStatus.TRUNCATED
+        is_truncated = episode.status is wire.StepStatus.TRUNCATED
         counts = {"episode_id": self._episode_id, "step_count": episode.steps, "truncated": is_truncated}
-        observation = encode_observation(self._host.table.info.state.kind, before, episode.state)
+        observation: dict[str, Any] = {"state": episode.state}
+        if self._host.table.info.state.kind is wire.StateKind.MESSAGES:
+            assert isinstance(episode.state, list)
+            added = episode.state
+            if isinstance(before, list) and added[: len(before)] == before:
+                added = added[len(before) :]
+                # The first message that was added is the action itself.
+                added = added[1:] if added and added[0].get("role") == "assistant" else added
+            observation = {"messages": added}
         return {"observation": observation, "reward": reward, "done": episode.has_ended, "metadata": counts}
 
 
@@ -179,11 +164,6 @@ def add_openenv_routes(app: FastAPI, token: str | None, host: Callable[[], Host]
         info = host().table.info
         about = f"{info.id}: states are {info.state.kind}, an action is {info.action.kind}"
         return {"name": info.id, "description": about, "version": version()}
-
-    @app.post("/mcp", tags=["openenv"])
-    async def post_mcp(request: RpcRequest) -> dict[str, Any]:
-        """Answer a JSON-RPC request for the environment's tools."""
-        return answer_rpc(host(), request)
 
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
@@ -219,36 +199,12 @@ def _error_frame(code: str, message: str) -> dict[str, Any]:
     return {"type": "error", "data": {"message": message, "code": code}}
 
 
-def answer_rpc(host: Host, request: RpcRequest) -> dict[str, Any]:
-    """Return the JSON-RPC response to a request for the environment's tools, which keep nothing of a session."""
-    tools, name = {tool.name: tool for tool in host.tools}, request.params.get("name")
-    reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request.id}
-    if request.method == "tools/list":
-        forms = [{"name": t.name, "description": t.description, "inputSchema": t.parameters} for t in host.tools]
-        return reply | {"result": {"tools": forms}}
-    if request.method == "openenv/session/create":
-        return reply | {"result": {"session_id": secrets.token_hex(16)}}
-    if request.method == "openenv/session/close":
-        return reply | {"result": {"session_id": request.params.get("session_id"), "closed": True}}
-    if request.method != "tools/call":
-        return reply | {"error": {"code": METHOD_NOT_FOUND, "message": f"Method not found: {request.method}"}}
-    arguments = request.params.get("arguments") or {}
-    if name not in tools or arguments.keys() != tools[name].parameters["properties"].keys():
-        expected = {tool.name: sorted(tool.parameters["properties"]) for tool in host.tools}
-        return reply | {"error": {"code": INVALID_PARAMS, "message": f"there are these tools: {expected}"}}
-    try:
-        text, is_error = tools[name].call(**arguments), False
-    except ValueError as error:  # a result, too, which the model reads
-        text, is_error = str(error), True
-    return reply | {"result": {"content": [{"type": "text", "text": text}], "data": text, "isError": is_error}}
-
-
-def schemas(info: EnvironmentInfo) -> dict[str, Any]:
+def schemas(info: wire.EnvironmentInfo) -> dict[str, Any]:
     """Return the JSON schemas of ``action``, ``observation`` and ``state``, the reply of GET /schema."""
     role_and_content = {"role": {"type": "string"}, "content": {"type": "string"}}
     message = {"type": "object", "properties": role_and_content, "required": [*role_and_content]}
     observation = {"messages": {"type": "array", "items": message}}
-    if info.state.kind is StateKind.NUMBERS:
+    if info.state.kind is wire.StateKind.NUMBERS:
         observation = {"state": numbers_schema(info.state.shape)}
     field, value = _action_form(info.action)
     forms = {
@@ -262,39 +218,24 @@ def schemas(info: EnvironmentInfo) -> dict[str, Any]:
     }
 
 
-def decode_action(spec: ActionSpec, data: dict[str, Any]) -> Action:
-    """Return the action of a step.
+def _decode_action(spec: wire.ActionSpec, data: dict[str, Any]) -> wire.Action:
+    """Return the action of a step, or raise ActionRefusedError where its field is missing or has others beside it.
 
     A number, list or object in the place of text becomes its JSON, because clients parse a model's answer "42" first.
-
-    Raises:
-        ActionRefusedError: the field is missing, or there are others.
     """
     field, _ = _action_form(spec)
     if field not in data or data.keys() - {field, "metadata"}:
         raise ActionRefusedError(f"the action has the fields {sorted(data)[:10]}; it must have {field!r} alone")
-    value: Action = data[field]
-    is_parsed = spec.kind is ActionKind.TEXT and not isinstance(value, str)
+    value: wire.Action = data[field]
+    is_parsed = spec.kind is wire.ActionKind.TEXT and not isinstance(value, str)
     return orjson.dumps(value).decode() if is_parsed else value
 
 
-def encode_observation(kind: StateKind, before: State | None, state: State) -> dict[str, Any]:
-    """Return the observation of ``state``; ``before`` is the state that the last action was for."""
-    if kind is StateKind.NUMBERS:
-        return {"state": state}
-    assert isinstance(state, list)
-    if not isinstance(before, list) or state[: len(before)] != before:
-        return {"messages": state}
-    added = state[len(before) :]
-    # The first message that was added is the action itself.
-    return {"messages": added[1:] if added and added[0].get("role") == "assistant" else added}
-
-
-def _action_form(spec: ActionSpec) -> tuple[str, dict[str, Any]]:
+def _action_form(spec: wire.ActionSpec) -> tuple[str, dict[str, Any]]:
     """Return the only field of an action, and its JSON schema."""
-    if spec.kind is ActionKind.TEXT:
+    if spec.kind is wire.ActionKind.TEXT:
         return "text", {"type": "string"}
-    if spec.kind is ActionKind.NUMBERS:
+    if spec.kind is wire.ActionKind.NUMBERS:
         return "action", numbers_schema(spec.shape)
     assert spec.count is not None
     return "action", {"type": "integer", "minimum": spec.start, "maximum": spec.start + spec.count - 1}

@@ -285,7 +285,8 @@ class ServiceMiddleware:
 
         self._in_flight.inc()
         try:
-            await self._answer(scope, receive, count_and_send)
+            self._check(scope["path"], dict(scope["headers"]))
+            await self._app(scope, self._bounded(receive), count_and_send)
         except ProblemError as error:
             refusal = problem_response(
                 error.status_code, error.detail, instance=path, headers=error.headers, **error.members
@@ -305,10 +306,6 @@ class ServiceMiddleware:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             REQUESTS.labels(self._service, method, route, str(status or 499)).inc()
             DURATION.labels(self._service, route).observe(time.perf_counter() - started)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._check(scope["path"], dict(scope["headers"]))
-        await self._app(scope, self._bounded(receive), send)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raise ProblemError without the token, while the service is not ready, or for a body that is too large."""

@@ -234,9 +234,9 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, listener: socket.socket | None = None, **options: Any) -> AsyncIterator[str]:
-    """Serve an application within this event loop, by default on a free port of 127.0.0.1; yield that port's URL."""
-    with listener or socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
+    """Serve an application within this event loop on a free port of 127.0.0.1; yield that port's URL."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         server = uvicorn.Server(server_config(app, lifespan="off", **options))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ctrl-C is ours
         running = asyncio.create_task(server.serve(sockets=[listener]))

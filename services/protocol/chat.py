@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: replies, as far as our programs read them from other servers, and calls of tools."""
+"""Conversations: OpenAI's replies, as far as we read those of other servers; tools; episodes as people read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from services.protocol.base import WireModel
+from services.protocol.base import Count, Finite, WireModel
 
 
 def _joined(content: Any) -> Any:
@@ -79,7 +79,7 @@ TOOLS = [_tool(name, argument) for name, argument in PROGRAMS.items()]
 
 
 class CalledFunction(WireModel):
-    """The function of a tool call: its name and its arguments, as JSON or as text of JSON."""
+    """The function of a tool call: its name and its arguments, as JSON or as text of JSON, as the model wrote it."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -100,3 +100,42 @@ class ToolCall(WireModel):
     id: str = Field(min_length=1, max_length=200)
     type: Literal["function"] = "function"
     function: CalledFunction
+
+
+# --- episodes as people read them -------------------------------------------------------------------------------------
+
+
+class Message(WireModel):
+    """A message of a conversation: what somebody says, and the tools that it calls.
+
+    ``name`` is that of the tool whose result the message is. ``sampled`` says that the model in training wrote the
+    message; the agent gave the others, among them answers of the assistant that it shows as examples. ``is_last`` says
+    that the message answers the episode's last call.
+    """
+
+    role: str
+    content: str = ""
+    tool_calls: list[CalledFunction] = Field(default_factory=list)
+    name: str | None = None
+    sampled: bool = False
+    is_last: bool = False
+
+
+class EpisodeFigures(WireModel):
+    """The size and shape of an episode.
+
+    ``turns`` counts the calls of the model, and ``branches`` those that did not continue a held conversation, the first
+    one excepted. ``calls_repeated`` counts the requests that repeated an earlier call and got its reply. ``tool_calls``
+    counts the tool calls that could be parsed. ``figures`` has an environment's named numbers, as means over the
+    episode's actions. ``seat`` is that of a game, and ``won`` says whether it won; both are None where there is one
+    seat, and ``won`` where the game has no end.
+    """
+
+    turns: Count = 0
+    tool_calls: Count = 0
+    unparsed_tool_calls: Count = 0
+    branches: Count = 0
+    calls_repeated: Count = 0
+    figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)
+    seat: Count | None = Field(default=None, exclude_if=lambda seat: seat is None)
+    won: bool | None = Field(default=None, exclude_if=lambda won: won is None)

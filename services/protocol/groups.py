@@ -11,8 +11,9 @@ import statistics
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, BinaryIO, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, Self
 
 import numpy as np
 import orjson
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Finite, WireModel
-from services.protocol.episodes import EpisodeFigures, Message
+from services.protocol.chat import EpisodeFigures, Message
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import FinishReason, RewardResult
 
@@ -427,6 +428,48 @@ _LENGTH = struct.Struct("<I")
 def joined(parts: Sequence[bytes | memoryview]) -> bytes:
     """Return parts as one piece of bytes, each after its length."""
     return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+
+
+class GroupFileHead(WireModel):
+    """The first part of a file of groups whose completions are trained on as they are, which ``grpo groups`` writes."""
+
+    kind: Literal["selected groups"] = "selected groups"
+    run: str
+    model: str | None = None
+    """The model that the run began as."""
+    tokenizer: str
+    """The digest of the tokenizer whose ids the groups have."""
+    where: str
+    """The expression that selected the completions."""
+
+
+def group_file(head: GroupFileHead, groups: Iterable[Group]) -> Iterator[bytes]:
+    """Yield the bytes of a file of groups."""
+    yield joined([pack_sequences(head.model_dump(), [])])
+    for group in groups:
+        yield joined([pack(group)])
+
+
+def read_group_file(path: Path) -> tuple[GroupFileHead, Iterator[Group]]:
+    """Return the head and the groups of a file; a group is read when it is asked for.
+
+    Raises:
+        OSError: the file cannot be read.
+        GroupFormatError: it is another file, or damaged; the iterator raises this, too.
+    """
+    with path.open("rb") as file:
+        try:
+            head = GroupFileHead.model_validate(unpack_sequences(first_part(file))[0])
+        except ValueError as error:
+            raise GroupFormatError(f"{path} was not written by `grpo groups`: {error}") from error
+
+    def groups() -> Iterator[Group]:
+        with path.open("rb") as stream:
+            first_part(stream)
+            while stream.peek(1):
+                yield unpack(first_part(stream))
+
+    return head, groups()
 
 
 def environment_figures(groups: Sequence[Group]) -> dict[str, float]:

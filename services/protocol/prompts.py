@@ -99,16 +99,18 @@ class Cursor(WireModel):
     skip: list[Count] = Field(default_factory=list, max_length=1_000_000)
 
 
-class PromptsQuery(StrictModel):
-    """Query of GET /prompts. With ``epoch`` or ``position``, the server's own cursors do not move.
+class CursorQuery(StrictModel):
+    """Query of GET /cursor. ``source`` is a name in SOURCES, "" without SOURCES."""
 
-    ``source`` is a name in SOURCES, "" without SOURCES.
-    """
-
-    batch_size: int = Field(default=4, ge=1, le=4096)
+    consumer: str = Field(default="default", min_length=1, max_length=200)
     split: Split = Split.TRAIN
     source: str = ""
-    consumer: str = Field(default="default", min_length=1, max_length=200)
+
+
+class PromptsQuery(CursorQuery):
+    """Query of GET /prompts. With ``epoch`` or ``position``, the server's own cursors do not move."""
+
+    batch_size: int = Field(default=4, ge=1, le=4096)
     epoch: Count | None = None
     position: Count | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=200)
@@ -123,12 +125,9 @@ class PromptsRequest(StrictModel):
     cursor: Cursor = Field(default_factory=Cursor)
 
 
-class CursorRequest(StrictModel):
+class CursorRequest(CursorQuery):
     """Body of PUT /cursor: sets the server's own cursor of a consumer."""
 
-    consumer: str = Field(default="default", min_length=1, max_length=200)
-    split: Split = Split.TRAIN
-    source: str = ""
     cursor: Cursor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
-from services.protocol.episodes import EpisodeFigures
+from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Tokens
 from services.protocol.rewards import FinishReason
 

@@ -28,7 +28,7 @@ from services.protocol.groups import GroupFormatError
 from services.replay_buffer.database import damage
 from services.replay_buffer.fresh_queue import Admission, FreshQueue
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.store import CAPACITY, Snapshots, Store
+from services.replay_buffer.store import CAPACITY, Store
 
 T = TypeVar("T")
 
@@ -63,7 +63,6 @@ class Buffer:
 
     store: Store
     queue: FreshQueue
-    snapshots: Snapshots
     admission: Admission
 
     def __init__(self, on_damage: Callable[[Exception], None]) -> None:
@@ -78,7 +77,6 @@ class Buffer:
         with self._ended_by_damage():
             self.store = Store(settings, clock=clock)
             self.queue = FreshQueue(self.store)
-            self.snapshots = Snapshots(self.store)
             self.admission = Admission(is_restart=self.store.database.newest_sequence > 0)
             self.measure()
 
@@ -127,7 +125,7 @@ class Buffer:
             leased=leased,
             newest_policy_version=self.store.groups.newest_version(),
             leases=self.queue.leases()[0],
-            snapshots=self.snapshots.labels,
+            snapshots=self.store.snapshots,
             disk_bytes=self.store.database.used_bytes,
             counts=dict(self.store.counts),
         ).model_dump()
@@ -276,19 +274,19 @@ def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/snapshots", tags=["snapshots"])
     async def post_snapshot(request: wire.SnapshotRequest) -> wire.SnapshotReply:
         """Save store and queue as they are now under a label."""
-        return await buffer.run(lambda: buffer.snapshots.save(request.label))
+        return await buffer.run(lambda: buffer.store.save(request.label))
 
     @app.post("/snapshots/restore", tags=["snapshots"])
     async def post_restore(request: wire.SnapshotRequest) -> wire.SnapshotReply:
         """Take store and queue back to exactly what they were."""
-        reply = await buffer.run(lambda: buffer.snapshots.restore(request.label))
+        reply = await buffer.run(lambda: buffer.store.restore(request.label))
         buffer.wake()
         return reply
 
     @app.delete("/snapshots/{label}", tags=["snapshots"])
     async def delete_snapshot(label: Label) -> wire.SnapshotReply:
         """Drop a snapshot; a label without a snapshot has 0 groups."""
-        return await buffer.run(lambda: buffer.snapshots.drop(label))
+        return await buffer.run(lambda: buffer.store.drop(label))
 
 
 async def _added(http: Request) -> wire.AddGroupsRequest:

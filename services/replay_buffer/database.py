@@ -1,10 +1,10 @@
 """The SQLite file of the replay buffer: its tables and its transactions.
 
-A snapshot is a set of rows of ``members``, which name records by sequence number. The present contents are snapshot 0,
-so saving a snapshot copies the rows of snapshot 0, and restoring one copies them back; contents are never copied.
+A snapshot is a row with the list of the members that it had; contents are never copied, and go with the last snapshot
+that names them.
 
 Queries that need a few of the many members have CROSS JOIN, which fixes the order of the tables, or INDEXED BY, because
-SQLite's planner would otherwise read all rows of snapshot 0.
+SQLite's planner would otherwise read all members.
 """
 
 from __future__ import annotations
@@ -28,36 +28,22 @@ CREATE TABLE IF NOT EXISTS contents (sequence INTEGER PRIMARY KEY AUTOINCREMENT,
 CREATE TABLE IF NOT EXISTS known (sequence INTEGER PRIMARY KEY, group_id TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS known_by_id ON known (group_id);
 
-CREATE TABLE IF NOT EXISTS snapshots (id INTEGER PRIMARY KEY, label TEXT UNIQUE);
-INSERT OR IGNORE INTO snapshots (id) VALUES (0);
-
--- The sequence numbers added on the way to a snapshot: an id is known if it was added there. A restore begins a new
--- range, so that ids added after the snapshot was saved are unknown again.
-CREATE TABLE IF NOT EXISTS histories (snapshot INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL);
-INSERT INTO histories SELECT 0, 1, 9223372036854775807 WHERE NOT EXISTS (SELECT 1 FROM histories);
-
 CREATE TABLE IF NOT EXISTS members (
-    snapshot INTEGER NOT NULL,
-    sequence INTEGER NOT NULL,
+    sequence INTEGER PRIMARY KEY,
     place TEXT NOT NULL,        -- 'store', 'queue' or 'experiences'
     position INTEGER NOT NULL,  -- order of arrival in the store; 0 in the queue, whose order is the sequence
     version INTEGER NOT NULL,   -- oldest policy version of the group's tokens
     priority REAL NOT NULL,
-    stored_at REAL NOT NULL,    -- Unix seconds
-    lease TEXT,                 -- in the queue: the lease that holds the group
     source TEXT NOT NULL,       -- of the group's prompt
-    PRIMARY KEY (snapshot, sequence)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS queued ON members (lease, sequence) WHERE snapshot = 0 AND place = 'queue';
+    lease TEXT                  -- in the queue: the lease that holds the group
+);
+CREATE INDEX IF NOT EXISTS queued ON members (lease, sequence) WHERE place = 'queue';
 
--- Contents go with the last snapshot that names them.
-CREATE TRIGGER IF NOT EXISTS delete_contents AFTER DELETE ON members
-WHEN NOT EXISTS (
-    SELECT 1 FROM snapshots CROSS JOIN members ON snapshot = snapshots.id WHERE members.sequence = old.sequence
-)
-BEGIN
-    DELETE FROM contents WHERE sequence = old.sequence;
-END;
+-- The members as JSON, without their leases; and the ranges of sequence numbers that were added on the way to the
+-- snapshot, within which an id is known. A restore begins a new range, so that ids added after the snapshot are unknown
+-- again. The label of the present is empty.
+CREATE TABLE IF NOT EXISTS snapshots (label TEXT PRIMARY KEY, ranges TEXT NOT NULL, members TEXT NOT NULL);
+INSERT OR IGNORE INTO snapshots VALUES ('', '[[1, 9223372036854775807]]', '[]');
 
 -- An expired lease stays known for a while: see FreshQueue.acknowledge.
 CREATE TABLE IF NOT EXISTS leases (
@@ -73,6 +59,8 @@ CREATE TABLE IF NOT EXISTS leases (
 MAX_BYTES = 64 * 2**30
 """Largest file, beyond which additions are refused with 507, so that collectors without a trainer fill no disk."""
 _FILE = "replay-buffer.sqlite"
+_FORMAT = 10 * FORMAT + 1
+"""The version of the groups, and of the tables."""
 _LOSS = "the groups in it are lost, and the run continues without them"
 
 # A group takes several pages of SQLite's default of 4 KiB; larger pages make fewer of them.
@@ -89,7 +77,7 @@ class Database(sqlite3.Connection):
         """Open the file in ``directory``, or create it; raises as ``open_database`` does. It may grow to MAX_BYTES."""
         # Deleted contents need no overwriting.
         pragmas = f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA secure_delete = OFF; "
-        database = open_database(directory / _FILE, cls, "REPLAY_DIR", FORMAT, _SCHEMA, _LOSS, pragmas)
+        database = open_database(directory / _FILE, cls, "REPLAY_DIR", _FORMAT, _SCHEMA, _LOSS, pragmas)
         database._directory = directory
         return database
 

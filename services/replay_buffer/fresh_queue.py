@@ -12,7 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from services.http.problems import ProblemError
 from services.protocol import replay as wire
@@ -37,7 +37,7 @@ class FreshQueue:
         """Return the number of groups that wait and the number that leases hold, of one source or of all."""
         counts: tuple[int, int] = self._db.execute(
             "SELECT count(*) - count(lease), count(lease) FROM members INDEXED BY queued "
-            f"WHERE snapshot = 0 AND place = 'queue'{_OF_SOURCE if source else ''}",
+            f"WHERE place = 'queue'{_OF_SOURCE if source else ''}",
             {"source": source},
         ).fetchone()
         return counts
@@ -65,11 +65,7 @@ class FreshQueue:
             )
         with self._store.transaction():
             added = self._store.insert_new(groups, priorities)
-            self._db.executemany(
-                "INSERT INTO members (snapshot, sequence, place, position, version, priority, source, stored_at) "
-                "VALUES (0, ?, 'queue', 0, ?, ?, ?, 0)",
-                [astuple(record) for record in added],
-            )
+            self._db.executemany("INSERT INTO members VALUES (?, 'queue', 0, ?, ?, ?, NULL)", added)
         self._store.counts["enqueued"] += len(added)
         self._store.counts["duplicates"] += len(groups) - len(added)
         return wire.AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=self.counts()[0])
@@ -103,10 +99,8 @@ class FreshQueue:
                         "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)",
                         (lease_id, request.consumer, request.request_id, json.dumps(fresh), expires_at),
                     )
-                    self._db.executemany(
-                        "UPDATE members SET lease = ? WHERE snapshot = 0 AND sequence = ?",
-                        [(lease_id, sequence) for sequence in fresh],
-                    )
+                    leased = [(lease_id, sequence) for sequence in fresh]
+                    self._db.executemany("UPDATE members SET lease = ? WHERE sequence = ?", leased)
             self._store.counts["dropped_stale"] += len(stale)
         return self._reply(lease_id, fresh, len(stale))
 
@@ -125,7 +119,7 @@ class FreshQueue:
             # Groups of an expired lease wait again, or another lease holds them.
             rows = self._db.execute(
                 "SELECT sequence, version, priority, source FROM json_each(?1) CROSS JOIN members ON sequence = value "
-                "WHERE snapshot = 0 AND place = 'queue' AND ifnull(lease, ?2) = ?2 ORDER BY sequence",
+                "WHERE place = 'queue' AND ifnull(lease, ?2) = ?2 ORDER BY sequence",
                 (lease[0], request.lease_id),
             )
             acknowledged = [Record(*row) for row in rows.fetchall()]
@@ -144,9 +138,7 @@ class FreshQueue:
         if not due:
             return
         with self._store.transaction():
-            self._db.executemany(
-                "UPDATE members SET lease = NULL WHERE snapshot = 0 AND place = 'queue' AND lease = ?", due
-            )
+            self._db.executemany("UPDATE members SET lease = NULL WHERE place = 'queue' AND lease = ?", due)
             self._db.executemany("UPDATE leases SET expired = 1 WHERE id = ?", due)
             self._db.execute(
                 "DELETE FROM leases WHERE expired AND rowid NOT IN "
@@ -164,7 +156,7 @@ class FreshQueue:
         stale: list[int] = []
         rows = self._db.execute(
             "SELECT sequence, version FROM members INDEXED BY queued "
-            f"WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL{_OF_SOURCE if source else ''} ORDER BY sequence",
+            f"WHERE place = 'queue' AND lease IS NULL{_OF_SOURCE if source else ''} ORDER BY sequence",
             {"source": source},
         )
         for sequence, version in rows:

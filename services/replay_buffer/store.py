@@ -1,4 +1,4 @@
-"""The store: adds groups (and experiences without tokens) and samples them by priority, by age or uniformly."""
+"""The store: adds groups (and experiences without tokens), samples them, and saves and restores its contents."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -27,22 +27,18 @@ EXPERIENCE_CAPACITY = 100_000
 _LEAST_PRIORITY = 0.01
 _HIGHEST_PRIORITY = 1e12
 
-_FIND = """
-SELECT place, sequence, position FROM known CROSS JOIN members USING (sequence) WHERE group_id = ? AND snapshot = 0
-"""
-_IS_KNOWN = """
-SELECT 1 FROM known JOIN histories ON sequence BETWEEN first AND last WHERE group_id = ? AND snapshot = 0
-"""
+_FIND = "SELECT place, sequence, position FROM known CROSS JOIN members USING (sequence) WHERE group_id = ?"
 _KEEP = """
-INSERT INTO members (snapshot, sequence, place, position, version, priority, source, stored_at)
-VALUES (0, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT DO UPDATE SET place = excluded.place, position = excluded.position, stored_at = excluded.stored_at,
-    lease = NULL
+INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, NULL)
+ON CONFLICT DO UPDATE SET place = excluded.place, position = excluded.position, lease = NULL
 """
+_LAST_SEQUENCE = 2**63 - 1
+
+Members = list[tuple[int, str, int, int, float, str]]
+"""The members of a snapshot: sequence number, place, position, version, priority, source."""
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A group, or an experience without tokens, whose contents are in the database."""
 
     sequence: int
@@ -74,12 +70,17 @@ class Store:
         """Read everything in memory anew from the database."""
         self._numbers: dict[str, int] = {"": 0}
         """The number of each source in the indices."""
+        [(ranges,)] = self.database.execute("SELECT ranges FROM snapshots WHERE label = ''")
+        self._ranges: list[list[int]] = orjson.loads(ranges)
+        """The ranges of sequence numbers within which an id is known."""
+        snapshots = self.database.execute("SELECT label, members FROM snapshots WHERE label != '' ORDER BY label")
+        self._held = {label: {row[0] for row in orjson.loads(members)} for label, members in snapshots}
+        """The sequence numbers of each snapshot's members, by its label."""
         self.groups, self.experiences = self._load_index("store"), self._load_index("experiences")
 
     def _load_index(self, place: str) -> PriorityIndex:
         rows = self.database.execute(
-            "SELECT position, sequence, version, source, priority FROM members WHERE snapshot = 0 AND place = ? "
-            "ORDER BY position",
+            "SELECT position, sequence, version, source, priority FROM members WHERE place = ? ORDER BY position",
             (place,),
         )
         return PriorityIndex([(*numbers, self._number(source), priority) for *numbers, source, priority in rows])
@@ -111,12 +112,13 @@ class Store:
         sources = {group.prompt.source for group in groups} if priorities is None else ()
         highest = {source: self.groups.highest_priority(self._number(source)) for source in sources}
         added: list[Record] = []
-        for number, group in enumerate(groups):
-            if self.database.execute(_IS_KNOWN, (group.group_id,)).fetchone() is None:
+        for place, group in enumerate(groups):
+            earlier = self.database.execute("SELECT sequence FROM known WHERE group_id = ?", (group.group_id,))
+            if not any(first <= number <= last for (number,) in earlier for first, last in self._ranges):
                 sequence = self._insert(pack(group))
                 self.database.execute("INSERT INTO known VALUES (?, ?)", (sequence, group.group_id))
                 source = group.prompt.source
-                priority = highest[source] if priorities is None else priorities[number]
+                priority = highest[source] if priorities is None else priorities[place]
                 added.append(Record(sequence, group.policy_version, priority, source))
         return added
 
@@ -170,17 +172,75 @@ class Store:
                 if row is not None and row[0] == "store":
                     _, sequence, position = row
                     self.groups.set_priority(position, priority)
-                    self.database.execute(
-                        "UPDATE members SET priority = ? WHERE snapshot = 0 AND sequence = ?", (priority, sequence)
-                    )
+                    self.database.execute("UPDATE members SET priority = ? WHERE sequence = ?", (priority, sequence))
                     updated += 1
         return wire.UpdatePrioritiesReply(updated=updated, unknown=len(priorities) - updated)
 
     def delete(self, sequences: Iterable[int]) -> None:
         """Delete records from the database, and their contents unless a snapshot has them."""
-        self.database.executemany(
-            "DELETE FROM members WHERE snapshot = 0 AND sequence = ?", [(sequence,) for sequence in sequences]
-        )
+        gone = list(sequences)
+        self.database.executemany("DELETE FROM members WHERE sequence = ?", [(sequence,) for sequence in gone])
+        self._delete_contents(gone)
+
+    def _delete_contents(self, sequences: Iterable[int]) -> None:
+        """Delete the contents of records that are no members any more, except those that a snapshot has."""
+        unheld = [(number,) for number in sequences if not any(number in held for held in self._held.values())]
+        self.database.executemany("DELETE FROM contents WHERE sequence = ?", unheld)
+
+    @property
+    def snapshots(self) -> list[str]:
+        """The labels of the snapshots, sorted."""
+        return sorted(self._held)
+
+    def save(self, label: str) -> wire.SnapshotReply:
+        """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
+        newest = self.database.newest_sequence
+        ranges = [[first, min(last, newest)] for first, last in self._ranges if first <= newest]
+        members = self.database.execute("SELECT sequence, place, position, version, priority, source FROM members")
+        rows: Members = members.fetchall()
+        with self.transaction():
+            self._forget(label)
+            self._held[label] = {row[0] for row in rows}
+            snapshot = (label, orjson.dumps(ranges), orjson.dumps(rows))
+            self.database.execute("INSERT INTO snapshots VALUES (?, ?, ?)", snapshot)
+        return wire.SnapshotReply(label=label, groups=_groups(rows))
+
+    def restore(self, label: str) -> wire.SnapshotReply:
+        """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
+
+        Raises:
+            ProblemError: 404, the label has no snapshot.
+        """
+        if label not in self._held:
+            raise ProblemError(404, f"there is no snapshot {label!r}; there are: {', '.join(self.snapshots) or 'none'}")
+        ranges, rows = self._read(label)
+        with self.transaction():
+            self.database.execute("DELETE FROM leases")
+            gone = self.database.execute("DELETE FROM members RETURNING sequence").fetchall()
+            self.database.executemany(_KEEP, rows)
+            self._delete_contents(number for (number,) in gone)
+            ranges.append([self.database.newest_sequence + 1, _LAST_SEQUENCE])
+            self.database.execute("UPDATE snapshots SET ranges = ? WHERE label = ''", (orjson.dumps(ranges),))
+        self.load()
+        return wire.SnapshotReply(label=label, groups=_groups(rows))
+
+    def drop(self, label: str) -> wire.SnapshotReply:
+        """Drop a snapshot, and the contents that were kept for it alone. A label without a snapshot has 0 groups."""
+        groups = _groups(self._read(label)[1]) if label in self._held else 0
+        with self.transaction():
+            self._forget(label)
+        return wire.SnapshotReply(label=label, groups=groups)
+
+    def _read(self, label: str) -> tuple[list[list[int]], Members]:
+        """Return the ranges and the members of a snapshot."""
+        query = "SELECT ranges, members FROM snapshots WHERE label = ?"
+        ranges, members = self.database.execute(query, (label,)).fetchone()
+        return orjson.loads(ranges), orjson.loads(members)
+
+    def _forget(self, label: str) -> None:
+        self.database.execute("DELETE FROM snapshots WHERE label = ?", (label,))
+        present = {number for (number,) in self.database.execute("SELECT sequence FROM members")}
+        self._delete_contents(self._held.pop(label, set()) - present)
 
     def _find(self, group_id: str) -> tuple[str, int, int] | None:
         """Return place, sequence number and position of a group in the store or the queue."""
@@ -194,9 +254,8 @@ class Store:
         return sequence
 
     def _append(self, place: str, index: PriorityIndex, records: Iterable[Record], capacity: int) -> None:
-        now, number = self.clock(), self._number
         rows = [
-            (r.sequence, place, index.add(r.sequence, r.version, r.priority, number(r.source)), *astuple(r)[1:], now)
+            (r.sequence, place, index.add(r.sequence, r.version, r.priority, self._number(r.source)), *r[1:])
             for r in records
         ]
         self.database.executemany(_KEEP, rows)
@@ -206,89 +265,16 @@ class Store:
             self.counts["evicted"] += len(evicted)
 
 
+def _groups(members: Members) -> int:
+    return sum(place != "experiences" for _, place, *_ in members)
+
+
 def _priority(experience: wire.FlatExperience) -> float:
     """Return the experience's own ``priority`` if it has a valid one, else the size of its reward."""
     priority = (experience.model_extra or {}).get("priority")
     if isinstance(priority, int | float) and not isinstance(priority, bool) and 0 <= priority <= _HIGHEST_PRIORITY:
         return float(priority)
     return min(abs(experience.reward) + _LEAST_PRIORITY, _HIGHEST_PRIORITY)
-
-
-_COPY_MEMBERS = """
-INSERT INTO members SELECT :target, sequence, place, position, version, priority, stored_at, NULL, source
-FROM members WHERE snapshot = :source
-"""
-_COPY_HISTORY = """
-INSERT INTO histories SELECT :target, first, min(last, :newest) FROM histories
-WHERE snapshot = :source AND first <= :newest
-"""
-
-
-class Snapshots:
-    """The snapshots in the store's database, so that a resumed run finds what its checkpoint had."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._db = store.database
-
-    @property
-    def labels(self) -> list[str]:
-        """The labels of the snapshots, sorted."""
-        return [label for (label,) in self._db.execute("SELECT label FROM snapshots WHERE id != 0 ORDER BY label")]
-
-    def save(self, label: str) -> wire.SnapshotReply:
-        """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
-        with self._store.transaction():
-            self._delete(label)
-            snapshot = self._db.execute("INSERT INTO snapshots (label) VALUES (?)", (label,)).lastrowid
-            self._copy(0, snapshot)
-        return wire.SnapshotReply(label=label, groups=self._groups(label))
-
-    def restore(self, label: str) -> wire.SnapshotReply:
-        """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
-
-        Raises:
-            ProblemError: 404, the label has no snapshot.
-        """
-        snapshot = self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchone()
-        if snapshot is None:
-            labels = ", ".join(self.labels) or "none"
-            raise ProblemError(404, f"there is no snapshot {label!r}; there are: {labels}")
-        with self._store.transaction():
-            self._db.execute("DELETE FROM leases")
-            self._db.execute("DELETE FROM members WHERE snapshot = 0")
-            self._db.execute("DELETE FROM histories WHERE snapshot = 0")
-            self._copy(snapshot[0], 0)
-            self._db.execute(
-                "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
-            )
-        self._store.load()
-        return wire.SnapshotReply(label=label, groups=self._groups(label))
-
-    def drop(self, label: str) -> wire.SnapshotReply:
-        """Drop a snapshot, and the contents that were kept for it alone. A label without a snapshot has 0 groups."""
-        groups = self._groups(label)
-        with self._store.transaction():
-            self._delete(label)
-        return wire.SnapshotReply(label=label, groups=groups)
-
-    def _copy(self, source: int, target: int | None) -> None:
-        names = {"source": source, "target": target, "newest": self._db.newest_sequence}
-        self._db.execute(_COPY_MEMBERS, names)
-        self._db.execute(_COPY_HISTORY, names)
-
-    def _delete(self, label: str) -> None:
-        for (snapshot,) in self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchall():
-            self._db.execute("DELETE FROM snapshots WHERE id = ?", (snapshot,))
-            self._db.execute("DELETE FROM members WHERE snapshot = ?", (snapshot,))
-            self._db.execute("DELETE FROM histories WHERE snapshot = ?", (snapshot,))
-
-    def _groups(self, label: str) -> int:
-        rows = self._db.execute(
-            "SELECT count(*) FROM snapshots JOIN members ON snapshot = id WHERE label = ? AND place != 'experiences'",
-            (label,),
-        )
-        return int(rows.fetchone()[0])
 
 
 # --- the index --------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def judge(response: str, ground_truth: str, *, truncated: bool = False) -> Judge
 
 def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
     """Compare an answer with the ground truth, whose quantity is ``truth`` where it is a plain number."""
-    if _same_text(answer, ground_truth):
+    if normal_text(answer) == normal_text(ground_truth) != "":
         return Verdict.RIGHT
     named = "=" in ground_truth
     if len({match[1].lower() for text in (answer, ground_truth) if (match := _VARIABLE.match(text))}) > 1:
@@ -89,7 +89,8 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
     time, true_time = time_of_day(answer), time_of_day(ground_truth)
     if time is not None and (true_time is not None or truth is not None):
         # math-verify would read 2:30 as a fifteenth.
-        return Verdict.RIGHT if _same_time(time, true_time) else Verdict.WRONG
+        same = true_time and time[:3] == true_time[:3] and (time[3] == true_time[3] or "" in (time[3], true_time[3]))
+        return Verdict.RIGHT if same else Verdict.WRONG
     if truth is not None and (first := _first_number(answer, named=named)) is not None:
         return Verdict.RIGHT if first.agrees(truth) else Verdict.WRONG
     return Verdict.UNDECIDED
@@ -261,11 +262,3 @@ def _isolated(text: str, token: re.Match[str]) -> str | None:
         return None
     behind = re.match(r"\s*(%|percent|hundred|thousand|million|billion|trillion|dozen)\b|\s*%", after)
     return token.group().strip() + (behind.group() if behind else "")
-
-
-def _same_text(answer: str, ground_truth: str) -> bool:
-    return normal_text(answer) == normal_text(ground_truth) != ""
-
-
-def _same_time(time: tuple[int, int, int, str], truth: tuple[int, int, int, str] | None) -> bool:
-    return truth is not None and time[:3] == truth[:3] and (time[3] == truth[3] or "" in (time[3], truth[3]))

@@ -9,12 +9,10 @@ import os
 import struct
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
-
-from prometheus_client import Counter
 
 from services.sandbox.backends import BOX, BackendName, Interpreter, command, is_open
 from services.sandbox.kernel import Limits
@@ -22,7 +20,6 @@ from services.sandbox.watch import remove
 
 START_SECONDS = 300.0
 """A machine whose memory is short takes minutes over what else takes 50 ms."""
-LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 QUEUE_SECONDS = 120.0
 """The longest wait for the answers before one, because the trainer waits for a batch no longer than 300 s."""
 TRIES = 2
@@ -55,12 +52,6 @@ def _take_user(pid: int) -> int:
     user = next(user for user in users if user not in _taken)
     _taken.add(user)
     return user
-
-
-def _new_directory(for_another_user: bool) -> str:
-    """Return a new directory; in place of a private directory for temporary files, below one that others can reach."""
-    parent = "/var/tmp" if for_another_user and not is_open(tempfile.gettempdir()) else None
-    return tempfile.mkdtemp(prefix="grpo-box-", dir=parent)
 
 
 class Outcome(StrEnum):
@@ -142,7 +133,9 @@ class Box:
             if has_users and not is_isolated:
                 self._interpreter = await asyncio.to_thread(self._interpreter.for_every_user)
             if self._writes:
-                self._directory = BOX if is_isolated else _new_directory(has_users)
+                # Another user cannot reach a private directory for temporary files.
+                parent = "/var/tmp" if has_users and not is_open(tempfile.gettempdir()) else None
+                self._directory = BOX if is_isolated else tempfile.mkdtemp(prefix="grpo-box-", dir=parent)
             disk_mb = self._limits.disk_mb if self._writes else 0
             words = command(self.backend, self._interpreter, disk_mb=disk_mb)
             words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words]
@@ -159,10 +152,10 @@ class Box:
             async with asyncio.timeout(START_SECONDS):
                 await self._exchange(description)
         except (OSError, EOFError, TimeoutError) as error:
-            message = await self._close()
+            message = await self.close()
             raise SandboxError(message or str(error) or type(error).__name__) from error
         except BaseException:  # a cancellation: nobody else would close it
-            await asyncio.shield(self._close())
+            await asyncio.shield(self.close())
             raise
         return self
 
@@ -171,7 +164,6 @@ class Box:
         argv: Sequence[str],
         *,
         stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Result:
         """Run a program in the box's directory, with its children, and end what it leaves running.
@@ -179,10 +171,9 @@ class Box:
         Args:
             argv: the program and its arguments.
             stdin: its standard input.
-            environment: variables beside PATH, HOME and a few others.
             limits: what it may take; None: the box's limits.
         """
-        variables = {**self._environment(), "HOME": self._directory or "/", **(environment or {})}
+        variables = {**self._environment(), "HOME": self._directory or "/"}
         return await self.run("exec", stdin=stdin, limits=limits, argv=list(argv), environment=variables)
 
     async def load(self, files: Mapping[str, bytes]) -> Result:
@@ -212,17 +203,13 @@ class Box:
             async with asyncio.timeout(factor * bounds.seconds + more):
                 reply = await self._exchange(message, *tests)
         except (OSError, EOFError, TimeoutError):
-            return Result(Outcome.INFRASTRUCTURE, stderr=(await self._close()).encode())
+            return Result(Outcome.INFRASTRUCTURE, stderr=(await self.close()).encode())
         except asyncio.CancelledError:
             # The answer of a box that nobody waits for would be taken for the next one's.
-            await asyncio.shield(self._close())
+            await asyncio.shield(self.close())
             raise
         texts = {name: reply.pop(name).encode("latin-1") for name in ("stdout", "stderr", "reply")}
         return Result(**reply | {"outcome": Outcome(reply["outcome"])}, **texts)
-
-    async def close(self) -> None:
-        """End everything in the box, and remove its directory."""
-        await self._close()
 
     def _environment(self) -> dict[str, str]:
         path = f"{os.path.dirname(self.python)}:{_ENVIRONMENT['PATH']}"
@@ -240,8 +227,8 @@ class Box:
         [size] = struct.unpack(">I", await self._process.stdout.readexactly(4))
         return json.loads(await self._process.stdout.readexactly(size))
 
-    async def _close(self) -> str:
-        """Close the box, and return the last line that it wrote to its own log."""
+    async def close(self) -> str:
+        """End everything in the box, remove its directory, and return the last line that it wrote to its own log."""
         process, self._process = self._process, None
         message = ""
         if process is not None:
@@ -270,9 +257,16 @@ class Box:
 class BoxPool:
     """Boxes in which answers run, first come first served; a box that is lost is replaced by a new one."""
 
-    def __init__(self, backend: BackendName, interpreter: Interpreter, limits: Limits, size: int) -> None:
-        """Describe a pool of ``size`` boxes; ``start`` starts them."""
-        self._limits = limits
+    def __init__(
+        self,
+        backend: BackendName,
+        interpreter: Interpreter,
+        limits: Limits,
+        size: int,
+        on_loss: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Describe a pool of ``size`` boxes; ``start`` starts them. ``on_loss`` is called for each box that is lost."""
+        self._limits, self._on_loss = limits, on_loss
         self._boxes = [Box(backend, interpreter, limits) for _ in range(size)]
         self._free: asyncio.Queue[Box] = asyncio.Queue()
         self._stopping = False
@@ -314,5 +308,5 @@ class BoxPool:
                 self._free.put_nowait(box)
             if result.outcome is not Outcome.INFRASTRUCTURE:
                 break
-            LOST.inc()
+            self._on_loss()
         return result

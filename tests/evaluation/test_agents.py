@@ -14,9 +14,8 @@ import pytest
 
 from evaluation.evaluation import ScoringLostError
 from evaluation.samples import Kind
-from services.agents import AgentFailedError, load_agent
+from services.agents import AgentFailedError, Program, load_agent
 from services.core.errors import ConfigurationError
-from services.programs import Program
 from services.protocol.rewards import FinishReason, RewardItem, RewardResult
 from services.relay import Relay
 from tests.evaluation.agent_play import PROMPT, SETTINGS, Ground, call

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from openenv import GenericEnvClient
-from openenv.core import MCPToolClient
 
 
 def play_cartpole(url: str) -> dict[str, Any]:
@@ -30,14 +29,6 @@ def play_cartpole(url: str) -> dict[str, Any]:
         except RuntimeError as error:
             refusal = str(error)
     return {"first": first, "rewards": rewards, "steps": state["step_count"], "refusal": refusal}
-
-
-async def play_with_tools(url: str) -> dict[str, Any]:
-    async with MCPToolClient(base_url=url) as env:
-        tools = [tool.name for tool in await env.list_tools()]
-        value = await env.call_tool("calculate", expression="6*7")
-        first = await env.reset(split="test", index=1)
-        return {"tools": tools, "value": value, "messages": first.observation.messages}
 
 
 class Bisection:
@@ -80,10 +71,9 @@ async def play_by_verifiers(url: str) -> dict[str, Any]:
     return {"rewards": rewards}
 
 
-def main(cartpole: str, guessing: str, gsm8k: str) -> None:
+def main(cartpole: str, guessing: str) -> None:
     told = {
         "cartpole": play_cartpole(cartpole),
-        "gsm8k": asyncio.run(play_with_tools(gsm8k)),
         "verifiers": asyncio.run(play_by_verifiers(guessing)),
     }
     print(json.dumps(told))

@@ -1,4 +1,4 @@
-"""OpenEnv 0.10's own clients, verifiers' taskset, and a server made with the package; `make test-openenv` runs them."""
+"""OpenEnv 0.10's own client, verifiers' taskset, and a server made with the package; `make test-openenv` runs them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ def balanced_steps(seed: int) -> tuple[list[float], int]:
     return first, steps
 
 
-def test_the_packages_clients_and_verifiers_play_here_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATASET", "arithmetic")
-    monkeypatch.setenv("REWARD_WORKERS", "1")
+def test_the_packages_client_and_verifiers_play_here_unchanged() -> None:
     with ExitStack() as stack:
-        urls = [stack.enter_context(served_ready(server(name))) for name in ("CartPole-v1", "guessing", "gsm8k")]
+        urls = [stack.enter_context(served_ready(server(name))) for name in ("CartPole-v1", "guessing")]
         done = subprocess.run(
             [PYTHON, ROOT / "tests/openenv/play.py", *urls],
             capture_output=True,
@@ -66,8 +64,6 @@ def test_the_packages_clients_and_verifiers_play_here_unchanged(monkeypatch: pyt
     assert np.allclose(told["cartpole"]["first"]["state"], first)
     assert (told["cartpole"]["rewards"], told["cartpole"]["steps"]) == ([1.0] * steps, steps)
     assert "EXECUTION_ERROR" in told["cartpole"]["refusal"]
-    assert (told["gsm8k"]["tools"], told["gsm8k"]["value"]) == (["calculate"], "42")
-    assert told["gsm8k"]["messages"][-1]["role"] == "user"
     assert told["verifiers"]["rewards"] == [1.0] * 3
 
 

@@ -12,9 +12,8 @@ import pytest
 from scripts import groups
 from scripts.groups import choose, groups_of, read_answers
 from services.core.errors import exit_code_of
-from services.protocol import group_file
-from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Group, GroupFormatError, TokenSequence
+from services.protocol.chat import EpisodeFigures
+from services.protocol.groups import Group, GroupFormatError, TokenSequence, read_group_file
 from services.protocol.rewards import FinishReason, RewardResult
 from tests.sequences import make_group, trained_sequence
 from tests.trainer.reporting.test_group_records import fields_of, has_room, settings
@@ -138,20 +137,20 @@ def test_a_selection_is_written_and_accounted_for(run: Path, capsys: pytest.Capt
         ["chat", "6", "33.3%", "2"],
         ["left", "out:", "4", "equal", "to", "another"],
     ]
-    head, found = group_file.read(Path("right.groups"))
+    head, found = read_group_file(Path("right.groups"))
     assert (head.run, head.where, head.tokenizer) == ("r", "reward > 0", "digest")
     assert [(g.group_id, len(g.sequences)) for g in found] == [("2-0", 2), ("2-1", 2)], "the newest of equal answers"
     Path("right.groups").write_bytes(Path("right.groups").read_bytes()[:-1])
     with pytest.raises(GroupFormatError, match="damaged"):
-        list(group_file.read(Path("right.groups"))[1])
+        list(read_group_file(Path("right.groups"))[1])
     with pytest.raises(GroupFormatError):
-        group_file.read(next((run / "groups").iterdir()))
+        read_group_file(next((run / "groups").iterdir()))
 
 
 def test_held_out_prompts_of_the_run_and_of_other_files_are_left_out(run: Path, tmp_path: Path) -> None:
     (run / "evaluations.jsonl").write_text('{"step": 0, "prompt": "0 + 0 ="}\n')
     assert call(str(run), out=Path("file")) == 0
-    assert {g.prompt.prompt for g in group_file.read(Path("file"))[1]} == {"1 + 1 ="}
+    assert {g.prompt.prompt for g in read_group_file(Path("file"))[1]} == {"1 + 1 ="}
     (tmp_path / "benchmark.jsonl").write_text('{"prompt": "1 + 1 ="}\n')
     assert call(str(run), held_out=[Path("benchmark.jsonl")]) == 78
 

@@ -18,12 +18,19 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from services import programs
-from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
+from services import agents
+from services.agents import (
+    EPISODES_AT_ONCE,
+    AgentFailedError,
+    Example,
+    Program,
+    ProgramFailedError,
+    play,
+    programs_at_once,
+)
 from services.core import machine
 from services.core.endpoints import PROXY_VARIABLES
 from services.core.machine import CORES_VARIABLE
-from services.programs import Program, ProgramFailedError, programs_at_once
 from services.protocol.rewards import RewardResult, RewardStatus
 from tests.fake_service import fake_service
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
@@ -122,7 +129,7 @@ async def test_a_reward_comes_from_its_own_file_or_else_the_output_is_scored() -
 
 
 async def test_the_output_is_an_answer_even_if_it_looks_like_a_reward() -> None:
-    programs._warn_of_reward_in_output.cache_clear()
+    agents._warn_of_reward_in_output.cache_clear()
     text = '{"reward": 1000}'
     with capture_logs() as logs:
         assert await answer(f"echo hm; echo '{text}'") == 0.0
@@ -144,15 +151,15 @@ async def test_an_exit_code_is_a_failure_with_the_end_of_the_output(monkeypatch:
         await answer("echo '{\"reward\": 1}' >&3; echo no such tool >&2; exit 3")
     with pytest.raises(ProgramFailedError, match=r"exited with code 127.*not found"):
         await answer("no-such-program-anywhere")
-    monkeypatch.setattr(programs, "OUTPUT_BYTES", 5000)
+    monkeypatch.setattr(agents, "OUTPUT_BYTES", 5000)
     with pytest.raises(ProgramFailedError) as failed:
         await answer("i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done; exit 1")
     assert str(failed.value).endswith(r"\nline 19999'")
-    assert len(str(failed.value)) < 2 * programs.SHOWN_CHARACTERS
+    assert len(str(failed.value)) < 2 * agents.SHOWN_CHARACTERS
 
 
 async def test_a_long_output_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "OUTPUT_BYTES", 5000)
+    monkeypatch.setattr(agents, "OUTPUT_BYTES", 5000)
     task = example()
     many = "head -c 1000000 /dev/zero"
     assert await answer(f"{many}; ({many}; echo; echo '{{\"reward\": 0.5}}') >&3; exit 0", task) == 0.5
@@ -161,7 +168,7 @@ async def test_a_long_output_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_the_deadline_ends_every_process_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(programs, "TERM_SECONDS", 0.3)
+    monkeypatch.setattr(agents, "TERM_SECONDS", 0.3)
     pids = tmp_path / "pids"
     command = f"""
         echo $$ >> {pids}

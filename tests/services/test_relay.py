@@ -11,8 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.agents import Example
-from services.programs import Program, ProgramFailedError
+from services.agents import Example, Program, ProgramFailedError
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult
 from services.relay import Relay

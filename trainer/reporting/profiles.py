@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.timeline import TIMELINE
+from services.core.tasks import TIMELINE
 from trainer.config import TrainerSettings
 from trainer.config.sections import steps_of
 

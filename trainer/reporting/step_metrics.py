@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from services.core.timeline import TIMELINE
+from services.core.tasks import TIMELINE
 from services.protocol.groups import Group, TokenSequence, environment_figures
 from services.protocol.rewards import UNASKED, FinishReason, RewardStatus
 from trainer.model.learner import UpdateResult

@@ -19,14 +19,13 @@ import numpy as np
 import orjson
 from prometheus_client import Counter
 
-from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, load_agent
+from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, Program, load_agent, programs_at_once
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.programs import Program, programs_at_once
-from services.protocol.episodes import CalledTool, EpisodeFigures, Message
+from services.protocol.chat import CalledFunction, EpisodeFigures, Message
 from services.protocol.groups import TokenSequence, Turn
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED, RewardItem, RewardResult, RewardStatus
@@ -296,7 +295,9 @@ def shorten(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         content = cut(_text(message.get("content")))
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
-            calls.append(CalledTool(name=str(function.get("name")), arguments=cut(_text(function.get("arguments")))))
+            calls.append(
+                CalledFunction(name=str(function.get("name")), arguments=cut(_text(function.get("arguments"))))
+            )
             tools[str(call.get("id"))] = calls[-1].name
         sampled = message.get("sampled") is True
         short.append(Message(role=role, content=content, tool_calls=calls, name=name and str(name), sampled=sampled))

@@ -26,10 +26,10 @@ from services.clients.teacher import TeacherClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
-from services.core.timeline import TIMELINE
+from services.core.tasks import TIMELINE
 from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.base import derive_seed
-from services.protocol.episodes import EpisodeFigures
+from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_judged

@@ -7,9 +7,8 @@ import pytest
 
 from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError
-from services.data_server.dataset import load
+from services.data_server.dataset import PromptMaker, load
 from services.data_server.dataset_rows import INSTRUCTIONS, Row
-from services.data_server.prompt_maker import PromptMaker
 from services.data_server.settings import DataSettings, GroundTruthFormat
 from tests.rows import write_rows
 from tests.services.data_server.conftest import save_ending_tokenizer

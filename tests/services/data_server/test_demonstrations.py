@@ -14,7 +14,7 @@ from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from services.core.errors import ConfigurationError
 from services.data_server.dataset import Dataset, load
 from services.data_server.settings import DataSettings
-from services.protocol import group_file
+from services.protocol.groups import GroupFileHead, group_file
 from services.protocol.prompts import Demonstration, Split
 from tests.sequences import make_group, trained_sequence
 from tests.services.data_server.conftest import save_ending_tokenizer
@@ -179,8 +179,8 @@ def test_recorded_groups_are_learned_token_for_token(tmp_path: Path, model: str,
     path = tmp_path / "best.groups"
 
     def write(tokenizer_: str) -> None:
-        head = group_file.GroupFileHead(run="r", tokenizer=tokenizer_, where="reward >= 1")
-        path.write_bytes(b"".join(group_file.parts(head, [group])))
+        head = GroupFileHead(run="r", tokenizer=tokenizer_, where="reward >= 1")
+        path.write_bytes(b"".join(group_file(head, [group])))
 
     write(tokenizer_digest(tokenizer))
     settings = {"dataset": str(path), "method": "sft", "model_name": model}

@@ -1,4 +1,4 @@
-"""OpenEnv's wire on this server: sessions over a WebSocket, errors, sockets that are lost, tools."""
+"""OpenEnv's wire on this server: sessions over a WebSocket, errors, sockets that are lost."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ async def test_a_wrong_message_is_answered_with_its_code_and_changes_nothing(app
             assert (await player.send("{"))["data"]["code"] == "INVALID_JSON"
             assert (await player.send("[" * 100 + "]" * 100))["data"]["code"] == "INVALID_JSON"
             assert (await player.send("7"))["data"]["code"] == "VALIDATION_ERROR"
-            assert await player.error("jump") == "UNKNOWN_TYPE"
+            for unknown in ("jump", "mcp"):
+                assert await player.error(unknown) == "UNKNOWN_TYPE"
             assert await player.error("step") == "VALIDATION_ERROR"
             for data in ({"action": 9}, {"text": "left"}, {"action": 0, "more": 1}, {}):
                 assert await player.error("step", data) == "VALIDATION_ERROR"
@@ -155,40 +156,16 @@ async def test_the_environment_is_described(serving: Any, app: Any) -> None:
         assert schema["action"]["required"] == ["action"]
         assert schema["observation"]["properties"]["state"]["minItems"] == 4
         assert (await client.get("/metadata")).json()["name"] == "CartPole-v1"
-        tools = await client.post("/mcp", json={"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
-        assert tools.json() == {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}
 
 
-async def test_tasks_are_played_by_index_and_tools_are_called(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tasks_are_played_by_index(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATASET", "arithmetic")
     monkeypatch.setenv("REWARD_WORKERS", "1")
     with served_ready(app(environment="gsm8k")) as url:
-        async with asking(url) as client, playing(url) as player:
+        async with playing(url) as player:
             for bad in ({"split": "test", "index": 10**6}, {"split": "other", "index": 0}):
                 assert await player.error("reset", bad) == "VALIDATION_ERROR"
             asked = {"split": "test", "index": 2}
             first = (await player.say("reset", asked))["data"]["observation"]
             assert (await player.say("reset", asked))["data"]["observation"] == first
             assert (await player.say("reset", asked | {"index": 3}))["data"]["observation"] != first
-            await check_tools(client, player)
-
-
-async def check_tools(client: httpx.AsyncClient, player: Player) -> None:
-    async def call(method: str, **params: Any) -> dict[str, Any]:
-        request = {"jsonrpc": "2.0", "id": "a", "method": method, "params": params}
-        posted = (await client.post("/mcp", json=request)).json()
-        assert posted["id"] == "a"
-        return posted
-
-    [tool] = (await call("tools/list"))["result"]["tools"]
-    assert (tool["name"], tool["inputSchema"]["required"]) == ("calculate", ["expression"])
-    result = (await call("tools/call", name="calculate", arguments={"expression": "6*7"}))["result"]
-    assert (result["content"][0]["text"], result["isError"]) == ("42", False)
-    refused = (await call("tools/call", name="calculate", arguments={"expression": "1/0"}))["result"]
-    assert (refused["data"], refused["isError"]) == ("division by zero", True)
-    for params in ({"name": "none"}, {"name": "calculate"}, {"name": "calculate", "arguments": {"x": 1}}, {}):
-        assert (await call("tools/call", **params))["error"]["code"] == -32602
-    assert (await call("dance"))["error"]["code"] == -32601
-    assert (await client.post("/mcp", json={"method": "tools/list"})).status_code == 422
-    framed = await player.say("mcp", {"jsonrpc": "2.0", "id": 2, "method": "tools/list"})
-    assert framed["data"]["result"]["tools"] == [tool]

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from services.environment_server import player
+from services.environment_server import app as player
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served

@@ -12,7 +12,7 @@ from services.protocol.replay import LeaseRequest, SampleGroupsRequest, unframed
 from services.replay_buffer import database, store
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.store import Snapshots, Store
+from services.replay_buffer.store import Store
 from tests.sequences import make_group
 
 
@@ -32,7 +32,6 @@ class Parts:
 
     store: Store
     queue: FreshQueue
-    snapshots: Snapshots
 
     def sample(self, count: int, **options: Any) -> list[str]:
         reply = unframed(self.store.sample(SampleGroupsRequest(batch_size=count, **options)))
@@ -47,23 +46,21 @@ class Parts:
     def waiting(self) -> list[str]:
         rows = self.store.database.execute(
             "SELECT group_id FROM known JOIN members USING (sequence) "
-            "WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL ORDER BY sequence"
+            "WHERE place = 'queue' AND lease IS NULL ORDER BY sequence"
         )
         return [group_id for (group_id,) in rows]
 
     def stored(self) -> dict[str, float]:
         """Priorities by group id, in order of arrival, as the database has them."""
         rows = self.store.database.execute(
-            "SELECT group_id, priority FROM known JOIN members USING (sequence) "
-            "WHERE snapshot = 0 AND place = 'store' ORDER BY position"
+            "SELECT group_id, priority FROM known JOIN members USING (sequence) WHERE place = 'store' ORDER BY position"
         )
         return dict(rows.fetchall())
 
     def group(self, group_id: str) -> dict[str, Any]:
         """A group in the store or the queue, as the database has it."""
         (data,) = self.store.database.execute(
-            "SELECT data FROM known JOIN members USING (sequence) JOIN contents USING (sequence) "
-            "WHERE group_id = ? AND snapshot = 0",
+            "SELECT data FROM known JOIN members USING (sequence) JOIN contents USING (sequence) WHERE group_id = ?",
             (group_id,),
         ).fetchone()
         read: dict[str, Any] = unpack(data).model_dump(mode="json")
@@ -97,7 +94,7 @@ def buffer(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Ite
             opened.pop().database.close()
         made = Store(ReplaySettings(replay_dir=directory / "replay"), clock=clock)
         opened.append(made)
-        return Parts(made, FreshQueue(made), Snapshots(made))
+        return Parts(made, FreshQueue(made))
 
     yield open_buffer
     while opened:

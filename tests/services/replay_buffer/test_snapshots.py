@@ -41,31 +41,31 @@ def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buff
     options = {"capacity": 12}
     parts = buffer(**options)
     parts.store.add([group(f"g{i}", version=i) for i in range(12)], [float(i + 1) for i in range(12)])
-    parts.snapshots.save("checkpoint")
+    parts.store.save("checkpoint")
     undisturbed = go_on(parts)
-    parts.snapshots.restore("checkpoint")
+    parts.store.restore("checkpoint")
     assert go_on(parts) == undisturbed
     parts = buffer(**options)
-    parts.snapshots.restore("checkpoint")
+    parts.store.restore("checkpoint")
     assert go_on(parts) == undisturbed
 
 
 def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_not(buffer: Any, group: Any) -> None:
     parts = buffer(capacity=2)
     parts.store.add([group("gone"), group("a"), group("b")], None)
-    parts.snapshots.save("s")
+    parts.store.save("s")
     parts.store.add([group("c")], None)
-    parts.snapshots.restore("s")
+    parts.store.restore("s")
     reply = parts.store.add([group("c"), group("gone"), group("a")], None)
     assert (reply.added, reply.duplicates) == (1, 2)
 
 
 def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.snapshots.save("empty")
+    parts.store.save("empty")
     parts.queue.enqueue([group("a")], None)
     lease_id, _ = parts.lease(1)
-    parts.snapshots.restore("empty")
+    parts.store.restore("empty")
     assert parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id)).acknowledged == 0
     assert parts.stored() == {}
     assert parts.queue.enqueue([group("a")], None).added == 1
@@ -73,9 +73,9 @@ def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
 
 def test_an_unknown_label_is_refused_and_the_known_ones_told(buffer: Any) -> None:
     parts = buffer()
-    parts.snapshots.save("step-10")
+    parts.store.save("step-10")
     with pytest.raises(ProblemError, match=r"'step-11'.*step-10") as refusal:
-        parts.snapshots.restore("step-11")
+        parts.store.restore("step-11")
     assert refusal.value.status_code == 404
 
 
@@ -116,18 +116,18 @@ def test_any_history_leaves_snapshots_exact_and_nothing_behind(
             case "priority":
                 parts.store.update_priorities({f"g{argument}": argument + 0.5})
             case "save":
-                parts.snapshots.save(argument)
+                parts.store.save(argument)
                 pictures[argument] = picture(parts)
             case "restore" if argument in pictures:
-                parts.snapshots.restore(argument)
+                parts.store.restore(argument)
                 assert picture(parts) == pictures[argument]
             case "drop":
-                parts.snapshots.drop(argument)
+                parts.store.drop(argument)
                 pictures.pop(argument, None)
             case "reopen":
                 before = picture(parts)
                 parts = buffer(directory, **options)
                 assert picture(parts) == before
     for label in list(pictures):
-        parts.snapshots.drop(label)
+        parts.store.drop(label)
     assert parts.contents() == len(parts.stored()) + sum(parts.queue.counts())

@@ -37,10 +37,10 @@ def test_a_draw_of_a_source_is_by_its_priorities_alone_also_after_a_restart_and_
     drawn = parts.sample(3, source="b", seed=1)
     assert sorted(drawn) == ["b0", "b2", "b3"], "b1 has no priority"
     assert parts.sample(2, source="b", strategy="recency") == ["b3", "b2"]
-    parts.snapshots.save("here")
+    parts.store.save("here")
     again = buffer()
     assert again.sample(3, source="b", seed=1) == drawn
-    again.snapshots.restore("here")
+    again.store.restore("here")
     assert again.sample(3, source="b", seed=1) == drawn
     assert again.sample(3, source="c") == []
 

@@ -10,7 +10,7 @@ import orjson
 import torch
 
 from services.core.errors import DependencyLostError
-from services.core.timeline import TIMELINE
+from services.core.tasks import TIMELINE
 from trainer.config import TrainerSettings
 from trainer.reporting.profiles import StepProfile
 from trainer.reporting.step_metrics import StepClock

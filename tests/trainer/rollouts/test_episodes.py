@@ -18,7 +18,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from services.agents import load_agent
+from services.agents import Program, load_agent
 from services.clients.agent_episodes import Episode
 from services.clients.data import DataClient
 from services.clients.gateway import GatewayClient
@@ -26,8 +26,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import ServiceThread
-from services.programs import Program
-from services.protocol.episodes import EpisodeFigures, Message
+from services.protocol.chat import EpisodeFigures, Message
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardResult, RewardStatus

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.protocol.episodes import CalledTool, Message
+from services.protocol.chat import CalledFunction, Message
 from trainer.rollouts import episodes
 from trainer.rollouts.episodes import shorten
 
@@ -22,7 +22,7 @@ def test_tool_calls_and_results_have_the_tools_name() -> None:
     ]
     assert shorten(messages) == [
         Message(role="user", content="1+1?\n[image_url]"),
-        Message(role="assistant", tool_calls=[CalledTool(name="add", arguments='{"a": 1}')], sampled=True),
+        Message(role="assistant", tool_calls=[CalledFunction(name="add", arguments='{"a": 1}')], sampled=True),
         Message(role="tool", content="2", name="add"),
         Message(role="tool", content='{"result":2}'),
     ]
