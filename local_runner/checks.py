@@ -257,7 +257,7 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
         if n_gpus:
             # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
             from services.engines.engine import choose_engine
-            from services.engines.shape import read_config
+            from services.engines.placement import read_config
 
             try:
                 check_model_directory(settings.model_name)

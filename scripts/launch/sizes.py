@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.engines.engine import choose_engine
-from services.engines.placement import Split
+from services.engines.placement import SizeFacts, Split
 from services.engines.settings import RolloutSettings
-from services.engines.shape import SizeFacts
 from trainer.capacity.check import Machine, check, engine_tokens
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, PROCESS_BYTES, EngineBeside, Work, cached_tokens, needed
 from trainer.capacity.seconds import (

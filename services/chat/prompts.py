@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.chat import tool_calls
+from services.chat.messages import has_own_form, read_calls
 from services.chat.tokenizers import TextCodec
-from services.chat.tool_calls import ToolCall
 from services.http.problems import ProblemError, refuse
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
@@ -261,12 +260,12 @@ class ChatPrompts:
 
     def text_and_calls(
         self, completion: TokenSequence, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
-    ) -> tuple[str, list[ToolCall], int]:
+    ) -> tuple[str, list[dict[str, Any]], int]:
         """Return a completion's text without its tool calls, these, and the number of calls that cannot be parsed."""
         text = self.text(completion, stop)
-        needs_raw = tool_calls.has_own_form(self._tokenizer)
+        needs_raw = has_own_form(self._tokenizer)
         raw = self.text(completion, stop, skip_special_tokens=False) if needs_raw else text
-        return tool_calls.read(self._tokenizer, text, raw, prompt_ids, tools)
+        return read_calls(self._tokenizer, text, raw, prompt_ids, tools)
 
     def text(self, completion: TokenSequence, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
         """Return a completion's text up to the first stop string."""

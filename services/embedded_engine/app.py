@@ -6,22 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.embedded_engine import routes, weight_routes
-from services.embedded_engine.engine import Engine
+from services.embedded_engine.engine import Engine, EngineStoppedError, NotIdleError, QueueFullError
 from services.embedded_engine.loading import load
 from services.embedded_engine.requests import EngineState
+from services.embedded_engine.weights import WeightsError
 from services.engines.settings import EngineSettings
 from services.http.app import Lifecycle, Stats, create_service_app
+from services.http.problems import printable, problem_response
 
 log = get_logger(__name__)
 
 SERVICE = "rollout-engine"
 DRAIN_SECONDS = 3.0
 """The time that running requests still get at the end, before they are answered as aborted; below the service's own."""
+
+REFUSALS = {QueueFullError: 429, EngineStoppedError: 503, NotIdleError: 400, WeightsError: 400}
+"""The status by which a route answers that the engine refuses its work."""
 
 
 def create_app(settings: EngineSettings) -> FastAPI:
@@ -38,9 +44,21 @@ def create_app(settings: EngineSettings) -> FastAPI:
         stats=stats,
         description="Generates completions: the part of SGLang's HTTP contract that this project uses.",
     )
+    for refusal in REFUSALS:
+        app.add_exception_handler(refusal, _on_refusal)
     app.include_router(routes.router)
     app.include_router(weight_routes.router)
     return app
+
+
+async def _on_refusal(http: Request, error: Exception) -> Response:
+    """Return a problem document that also has the members of SGLang's refusals."""
+    status, path, reason = REFUSALS[type(error)], printable(http.url.path), str(error)
+    if status == 400:
+        log.warning("refused", path=path, reason=reason)
+    headers = None if status == 400 else {"Retry-After": "1"}
+    members = {"success": False, "message": reason, "num_paused_requests": 0}
+    return problem_response(status, reason, instance=path, headers=headers, **members)
 
 
 @asynccontextmanager

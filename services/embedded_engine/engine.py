@@ -108,7 +108,7 @@ class Engine:
         if self._is_stopping:
             raise EngineStoppedError("the engine is stopping")
         if (queued := self._num_queued()) >= self._max_queued:
-            raise QueueFullError(f"{queued} requests wait already")
+            raise QueueFullError(f"{queued} requests wait already; send it later or elsewhere")
 
         def add() -> None:
             self._scheduler.add(request)

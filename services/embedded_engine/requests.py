@@ -6,12 +6,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from fastapi import Request as HttpRequest
 from pydantic import (
@@ -25,7 +22,7 @@ from pydantic import (
 )
 
 from services.chat.messages import TemplateOptions
-from services.embedded_engine.engine import Engine, EngineStoppedError, QueueFullError
+from services.embedded_engine.engine import Engine
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.sampling import Sampling, stream_key
 from services.embedded_engine.scheduler import Request, Sequence, Stopping
@@ -34,8 +31,6 @@ from services.http.problems import ProblemError, printable
 from services.http.server import ended_before_client_left
 from services.protocol.base import MAX_GROUP_SIZE
 from services.weights.policy_store import ADAPTER_NAME
-
-T = TypeVar("T")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -88,14 +83,14 @@ class EngineState:
         """Have the engine do a request, and abort it if its client leaves.
 
         Raises:
-            ProblemError: 429 when too many requests wait, 503 when the engine ends.
+            QueueFullError: too many requests wait.
+            EngineStoppedError: the engine ends.
         """
-        with _refusals():
-            self.engine.submit(request)
-            done = asyncio.wrap_future(request.done)
-            if not await ended_before_client_left(http, done):
-                self.engine.abort(lambda sequence: sequence.request is request, "the client left")
-            return await done
+        self.engine.submit(request)
+        done = asyncio.wrap_future(request.done)
+        if not await ended_before_client_left(http, done):
+            self.engine.abort(lambda sequence: sequence.request is request, "the client left")
+        return await done
 
     def uses_adapter(self, lora_path: str | None) -> bool:
         """Return whether ``lora_path`` of a request names the LoRA adapter, which during a pause may be yet to come.
@@ -116,27 +111,6 @@ def state_of(http: HttpRequest) -> EngineState:
     """Return the state of the application that got this request."""
     state: EngineState = http.app.state.engine
     return state
-
-
-async def wait_for(future: Future[T]) -> T:
-    """Return the result of a call in the engine's thread.
-
-    Raises:
-        ProblemError: 503 when the engine ends.
-    """
-    with _refusals():
-        return await asyncio.wrap_future(future)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn the engine's refusals into replies that tell the client to try again."""
-    try:
-        yield
-    except QueueFullError as error:
-        raise ProblemError(429, f"{error}; send it later or elsewhere", headers={"Retry-After": "1"}) from error
-    except EngineStoppedError as error:
-        raise ProblemError(503, str(error), headers={"Retry-After": "1"}) from error
 
 
 class RequestBody(BaseModel):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from asyncio import wrap_future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from services.chat.messages import for_template
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.engine import NotIdleError, PauseMode
+from services.embedded_engine.engine import PauseMode
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.requests import (
     EngineState,
@@ -25,7 +25,6 @@ from services.embedded_engine.requests import (
     make_request,
     state_of,
     unsupported,
-    wait_for,
 )
 from services.embedded_engine.scheduler import Request, Sequence
 from services.http.app import version
@@ -34,7 +33,6 @@ from services.http.problems import ProblemError
 from services.weights.broadcast_group import installed_nccl
 
 log = get_logger(__name__)
-T = TypeVar("T")
 
 DEFAULT_TEXT_TOKENS = 16
 """The longest text completion without max_tokens, as OpenAI has it."""
@@ -129,7 +127,7 @@ async def abort_request(body: AbortRequest, http: HttpRequest) -> Any:
     def matches(sequence: Sequence) -> bool:
         return body.abort_all or body.rid in (sequence.request.rid, sequence.id)
 
-    ended = await wait_for(state_of(http).engine.abort(matches, "aborted by request"))
+    ended = await wrap_future(state_of(http).engine.abort(matches, "aborted by request"))
     return {"success": True, "message": f"ended {ended} sequences"}
 
 
@@ -177,14 +175,6 @@ async def server_info(http: HttpRequest) -> Any:
 # --- SGLang's routes that control ---
 
 
-async def _or_400(done: Future[T]) -> T:
-    """Return the result of a call to the engine; a refusal of the engine is an answer with status 400."""
-    try:
-        return await wait_for(done)
-    except NotIdleError as error:
-        raise ProblemError(400, str(error)) from error
-
-
 class PauseRequest(BaseModel):
     """Body of /pause_generation."""
 
@@ -194,21 +184,21 @@ class PauseRequest(BaseModel):
 @router.post("/pause_generation", tags=["control"])
 async def pause_generation(body: PauseRequest, http: HttpRequest) -> Any:
     """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later, ``in_place`` keeps them."""
-    paused = await wait_for(state_of(http).engine.pause(body.mode))
+    paused = await wrap_future(state_of(http).engine.pause(body.mode))
     return {"success": True, "message": f"paused {paused} sequences"}
 
 
 @router.post("/continue_generation", tags=["control"])
 async def continue_generation(http: HttpRequest) -> Any:
     """Continue decoding."""
-    await _or_400(state_of(http).engine.resume())
+    await wrap_future(state_of(http).engine.resume())
     return {"success": True, "message": "generation continues"}
 
 
 @router.post("/release_memory_occupation", tags=["control"])
 async def release_memory_occupation(http: HttpRequest) -> Any:
     """Give the memory of keys and values away; refused unless generation is paused with retract or abort."""
-    await _or_400(state_of(http).engine.occupy(has_memory=False))
+    await wrap_future(state_of(http).engine.occupy(has_memory=False))
     log.info("memory released")
     return Response()
 
@@ -216,7 +206,7 @@ async def release_memory_occupation(http: HttpRequest) -> Any:
 @router.post("/resume_memory_occupation", tags=["control"])
 async def resume_memory_occupation(http: HttpRequest) -> Any:
     """Take the memory of keys and values back; refused unless it was released."""
-    await _or_400(state_of(http).engine.occupy(has_memory=True))
+    await wrap_future(state_of(http).engine.occupy(has_memory=True))
     log.info("memory taken back")
     return Response()
 
@@ -225,7 +215,7 @@ async def resume_memory_occupation(http: HttpRequest) -> Any:
 @router.get("/flush_cache", tags=["control"], include_in_schema=False)
 async def flush_cache(http: HttpRequest) -> Any:
     """Drop cached prompts; refused while requests run."""
-    await _or_400(state_of(http).engine.flush())
+    await wrap_future(state_of(http).engine.flush())
     return {"success": True, "message": "cache flushed"}
 
 
@@ -239,7 +229,7 @@ class StartProfile(BaseModel):
 async def start_profile(body: StartProfile, http: HttpRequest) -> Any:
     """Begin to record what the processor does; refused while something is recorded."""
     state = state_of(http)
-    await _or_400(state.engine.begin_profile())
+    await wrap_future(state.engine.begin_profile())
     state.profile_directory = Path(body.output_dir)
     return {"success": True, "message": "profile begun"}
 
@@ -248,7 +238,7 @@ async def start_profile(body: StartProfile, http: HttpRequest) -> Any:
 async def stop_profile(http: HttpRequest) -> Any:
     """Write ``trace.json.gz`` to the directory of /start_profile; refused if nothing is recorded."""
     state = state_of(http)
-    recorded = await _or_400(state.engine.end_profile())
+    recorded = await wrap_future(state.engine.end_profile())
     path = state.profile_directory / "trace.json.gz"
 
     def write() -> None:

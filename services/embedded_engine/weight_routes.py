@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from asyncio import wrap_future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
 from pydantic import BaseModel, Field
 from torch import Tensor
 
@@ -28,11 +28,10 @@ from services.core import machine
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.embedded_engine.adapters import Adapter, pack_adapter, read_adapter, unpickle_tensors
-from services.embedded_engine.engine import NotIdleError
 from services.embedded_engine.model import Weights
-from services.embedded_engine.requests import EngineState, state_of, wait_for
+from services.embedded_engine.requests import EngineState, state_of
 from services.embedded_engine.weights import Architecture, WeightsError, check, check_finite
-from services.http.json_body import JsonResponse, JsonRoute
+from services.http.json_body import JsonRoute
 from services.protocol.base import StrictModel
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, receive_weights, unflattened
 from services.weights.shared_tensors import BucketError, unpack_bucket
@@ -50,15 +49,10 @@ FROM_TENSORS = "__tensor__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-async def _reply_to(what: str, work: Callable[[], Awaitable[int | None]], **context: Any) -> Response:
-    """Do ``work`` and reply as SGLang does, 200 or 400: success, message, and the number of paused requests."""
-    try:
-        paused = await work() or 0
-    except (WeightsError, NotIdleError) as error:
-        log.warning(f"not done: {what}", **context, reason=str(error))
-        return JsonResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-    log.info(what, **context)
-    return JsonResponse({"success": True, "message": what, "num_paused_requests": paused})
+def _reply(done: str, paused: int = 0, **context: Any) -> dict[str, Any]:
+    """Log what was done, and return SGLang's reply, with the number of paused requests."""
+    log.info(done, **context)
+    return {"success": True, "message": done, "num_paused_requests": paused}
 
 
 # --- weights ---
@@ -272,17 +266,13 @@ async def update_weights_from_disk(body: UpdateFromDisk, http: Request) -> Any:
     paused.
     """
     state = state_of(http)
-
-    async def update() -> int:
+    async with state.update_lock:
         weights = await in_background(lambda: state.loaded.read_weights(Path(body.model_path)))
         if body.abort_all_requests:
-            await wait_for(state.engine.abort(lambda _: True, "the weights change"))
+            await wrap_future(state.engine.abort(lambda _: True, "the weights change"))
         paused = await _change(state, weights, body.weight_version, flush_cache=body.flush_cache)
         state.model_path = body.model_path
-        return paused
-
-    async with state.update_lock:
-        return await _reply_to("weights updated from disk", update, model_path=body.model_path)
+        return _reply("weights updated from disk", paused, model_path=body.model_path)
 
 
 async def _change(state: EngineState, weights: Weights, version: str | None, *, flush_cache: bool) -> int:
@@ -290,7 +280,7 @@ async def _change(state: EngineState, weights: Weights, version: str | None, *, 
     change = state.engine.change_weights(
         weights, state.engine.version if version is None else version, keeps_caches=not flush_cache
     )
-    paused = await wait_for(change)
+    paused = await wrap_future(change)
     if not machine.keeps_memory(state.settings.keep_memory):
         await in_background(machine.release_memory)
     return paused
@@ -303,49 +293,40 @@ async def init_weights_update_group(body: InitGroup, http: Request) -> Any:
     A group of the same name is left first.
     """
     receiver = _receiver(http)
-
-    async def join() -> None:
-        async with receiver.lock:
-            receiver.leave(body.group_name)
-        # Without the lock, because members that never come would keep the next update waiting.
-        receiver.join(body.group_name, await in_background(partial(receiver.rendezvous, body)))
-
-    return await _reply_to("group joined", join, group=body.group_name)
+    async with receiver.lock:
+        receiver.leave(body.group_name)
+    # Without the lock, because members that never come would keep the next update waiting.
+    receiver.join(body.group_name, await in_background(partial(receiver.rendezvous, body)))
+    return _reply("group joined", group=body.group_name)
 
 
 @router.post("/destroy_weights_update_group", tags=["weights"])
 async def destroy_weights_update_group(body: DestroyGroup, http: Request) -> Any:
     """Leave a broadcast group."""
     receiver = _receiver(http)
-
-    async def leave() -> None:
+    async with receiver.lock:
         if not receiver.leave(body.group_name):
             raise WeightsError(f"group {body.group_name!r} is not joined")
-
-    async with receiver.lock:
-        return await _reply_to("group left", leave, group=body.group_name)
+    return _reply("group left", group=body.group_name)
 
 
 @router.post("/begin_weight_update", tags=["weights"])
 async def begin_weight_update(body: BeginUpdate, http: Request) -> Any:
     """Open an update by broadcast or a shared GPU. Requests in flight end first, unless generation is paused."""
     receiver = _receiver(http)
-
-    async def begin() -> None:
-        await wait_for(state_of(http).engine.drain())
-        receiver.begin()
-
     async with receiver.lock:
-        return await _reply_to("update open", begin)
+        await wrap_future(state_of(http).engine.drain())
+        receiver.begin()
+    return _reply("update open")
 
 
 @router.post("/update_weights_from_distributed", tags=["weights"])
 async def update_weights_from_distributed(body: UpdateFromDistributed, http: Request) -> Any:
     """Receive tensors in the order of ``names``; they serve once /end_weight_update closes the update."""
     receiver = _receiver(http)
-    receive = partial(in_background, partial(receiver.receive, body))
     async with receiver.lock:
-        return await _reply_to("weights received", receive, tensors=len(body.names))
+        await in_background(partial(receiver.receive, body))
+    return _reply("weights received", tensors=len(body.names))
 
 
 @router.post("/update_weights_from_tensor", tags=["weights"])
@@ -353,7 +334,8 @@ async def update_weights_from_tensor(body: UpdateFromTensor, http: Request) -> A
     """Map tensors in memory of this GPU; they serve once /end_weight_update has copied them."""
     receiver = _receiver(http)
     async with receiver.lock:
-        return await _reply_to("weights mapped", partial(in_background, partial(receiver.map_shared, body)))
+        await in_background(partial(receiver.map_shared, body))
+    return _reply("weights mapped")
 
 
 @router.post("/end_weight_update", tags=["weights"])
@@ -363,17 +345,13 @@ async def end_weight_update(http: Request) -> Any:
     Requests in flight end first, unless generation is paused.
     """
     state, receiver = state_of(http), _receiver(http)
-
-    async def end() -> int:
-        update = receiver.end()
-        if not update.tensors:
-            return 0
-        weights = await in_background(lambda: state.loaded.pack(update.tensors))
-        async with state.update_lock:
-            return await _change(state, weights, update.version, flush_cache=update.flush_cache)
-
     async with receiver.lock:
-        return await _reply_to("update closed", end)
+        update, paused = receiver.end(), 0
+        if update.tensors:
+            weights = await in_background(lambda: state.loaded.pack(update.tensors))
+            async with state.update_lock:
+                paused = await _change(state, weights, update.version, flush_cache=update.flush_cache)
+    return _reply("update closed", paused)
 
 
 # --- LoRA adapters ---
@@ -432,29 +410,24 @@ async def load_lora_adapter_from_tensors(body: LoadAdapterFromTensors, http: Req
     return await _load_adapter(state, body.lora_name, FROM_TENSORS, read)
 
 
-async def _load_adapter(state: EngineState, name: str, path: str, read: Callable[[], Adapter]) -> Response:
-    async def load() -> None:
+async def _load_adapter(state: EngineState, name: str, path: str, read: Callable[[], Adapter]) -> Any:
+    async with state.update_lock:
         if state.engine.adapter_name is not None:
             raise WeightsError(f"{state.engine.adapter_name} is loaded already; unload it first")
-        await wait_for(state.engine.change_adapter(await in_background(read), name))
+        await wrap_future(state.engine.change_adapter(await in_background(read), name))
         state.adapter_path = path
-
-    async with state.update_lock:
-        return await _reply_to("adapter loaded", load, name=name, path=path)
+    return _reply("adapter loaded", name=name, path=path)
 
 
 @router.post("/unload_lora_adapter", tags=["weights"])
 async def unload_lora_adapter(body: UnloadAdapter, http: Request) -> Any:
     """Remove the adapter; requests for it end as aborted unless another is loaded before a pause ends."""
     state = state_of(http)
-
-    async def unload() -> None:
+    async with state.update_lock:
         if body.lora_name != state.engine.adapter_name:
             raise WeightsError(f"LoRA with name {body.lora_name} does not exist")
-        await wait_for(state.engine.change_adapter(None, body.lora_name))
-
-    async with state.update_lock:
-        return await _reply_to("adapter unloaded", unload, name=body.lora_name)
+        await wrap_future(state.engine.change_adapter(None, body.lora_name))
+    return _reply("adapter unloaded", name=body.lora_name)
 
 
 @router.post("/update_weight_version", tags=["weights"])
@@ -462,6 +435,6 @@ async def update_weight_version(body: UpdateVersion, http: Request) -> Any:
     """Say that the tokens from now on are of another version."""
     engine = state_of(http).engine
     if body.abort_all_requests:
-        await wait_for(engine.abort(lambda _: True, "the weight version changes"))
-    await wait_for(engine.change_version(body.new_version))
+        await wrap_future(engine.abort(lambda _: True, "the weight version changes"))
+    await wrap_future(engine.change_version(body.new_version))
     return {"success": True, "message": f"Weight version updated to {body.new_version}"}

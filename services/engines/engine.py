@@ -26,10 +26,9 @@ from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.core.processes import Command
 from services.engines import placement
-from services.engines.placement import EnginePlace, Split
+from services.engines.placement import Config, EnginePlace, SizeFacts, Split
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
 from services.engines.sglang import check_installed, check_sglang_installed, listen_flags, sglang_command
-from services.engines.shape import Config, SizeFacts
 from services.http.client import HttpClient
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason

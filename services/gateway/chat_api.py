@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,11 +137,11 @@ def _message(
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.
-        named = (
-            dataclasses.replace(tool, id=f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_{number}")
-            for number, tool in enumerate(calls)
-        )
-        message["tool_calls"] = [tool.as_openai() for tool in named]
+        prefix = f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_"
+        message["tool_calls"] = [
+            {"id": f"{prefix}{number}", "type": "function", "function": function}
+            for number, function in enumerate(calls)
+        ]
     return message, unparsed
 
 

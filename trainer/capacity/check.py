@@ -18,8 +18,8 @@ from services.core.files import saved_steps
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.engines.engine import choose_engine
+from services.engines.placement import SizeFacts, read_config
 from services.engines.settings import RolloutSettings
-from services.engines.shape import SizeFacts, read_config
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
 from trainer.capacity.work import USABLE, Limits, VolumeRoom, choose, find_limits, plan_records, work_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.chat.tool_calls import parse
+from services.chat.messages import parse_calls
 from services.protocol.sessions import Trace
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.waiting import eventually
@@ -273,8 +273,8 @@ DRAFTS: list[tuple[str, bool, list[str], int]] = [
 def test_calls_are_read_behind_thoughts_and_whole_whatever_their_arguments_say(
     text: str, is_thought: bool, values: list[str], unparsed: int
 ) -> None:
-    rest, calls, unread = parse(text, is_thought=is_thought)
-    assert ([json.loads(call.arguments)["a"] for call in calls], unread) == (values, unparsed)
+    rest, calls, unread = parse_calls(text, is_thought=is_thought)
+    assert ([json.loads(call["arguments"])["a"] for call in calls], unread) == (values, unparsed)
     assert values or rest == text, "what is not a call stays text"
     for value in values:
         assert written(value) not in rest
@@ -286,7 +286,7 @@ def test_the_time_to_read_calls_is_in_proportion_to_the_text() -> None:
     started = time.process_time()
     for part in parts:
         for text in ("<tool_call>" + part * 30_000, '<tool_call>{"a":"' + part * 30_000):
-            parse(text)
+            parse_calls(text)
     assert time.process_time() - started < 4, "in proportion to its square it takes minutes"
 
 

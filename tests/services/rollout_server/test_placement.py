@@ -17,9 +17,8 @@ from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
 from services.core.machine import ComputeType
 from services.engines.engine import Embedded, Engine
-from services.engines.placement import EnginePlace, place_engines, size_facts
+from services.engines.placement import EnginePlace, SizeFacts, place_engines, size_facts, weight_bytes
 from services.engines.settings import RolloutSettings
-from services.engines.shape import SizeFacts, weight_bytes
 from services.rollout_server.__main__ import choose_addresses
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
