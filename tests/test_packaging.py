@@ -40,15 +40,17 @@ ROLES = {
 
 # What a role imports only when a setting asks for it, and installs besides.
 OPTIONAL = {
+    "cleaning": {"filelock", "huggingface_hub"},
+    "collector": {"psutil"},
     "environment": {"reasoning_gym", "torch", "transformers"},
     "evaluation": {"ray", "sky"},
-    "head": {"sky"},
+    "head": {"psutil", "sky"},
     "launch": {"sky"},
     "rehearse": {"sky"},
-    "local": {"huggingface_hub", "pyarrow"},
+    "local": {"filelock", "huggingface_hub", "pyarrow"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
-    "trainer": {"mlflow", "trackio"},
+    "trainer": {"mlflow", "psutil", "trackio"},
     "trajectories": {"reasoning_gym", "transformers"},
 }
 

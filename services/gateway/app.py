@@ -118,9 +118,13 @@ def _add_agent_routes(app: FastAPI, agents: Agents) -> None:
         ("POST", "/tools", agents.call_tool),
     ]
     options: dict[str, Any] = {"tags": ["agents"], "route_class_override": AgentRoute}
+    body = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
     for prefix, find in (("/sessions/{session_id}/v1", agents.find_by_path), ("/v1", agents.find_by_key)):
         for method, path, answer in answers:
-            app.router.add_api_route(prefix + path, _endpoint(find, answer), methods=[method], **options)
+            extra = body if method == "POST" else None
+            app.router.add_api_route(
+                prefix + path, _endpoint(find, answer), methods=[method], openapi_extra=extra, **options
+            )
 
 
 def _endpoint(find: Find, answer: Answer) -> Callable[[Request], Awaitable[Any]]:
