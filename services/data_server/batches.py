@@ -342,32 +342,30 @@ class ServerState:
         if self._transaction is None:
             loop = asyncio.get_running_loop()
             self._transaction = loop.create_future()
-            loop.call_soon(self._commit)
+            loop.call_soon(self._end)
         transaction = self._transaction
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN")
             change()
         except sqlite3.Error as error:
-            self._fail(error)
+            self._end(error)
         await asyncio.shield(transaction)
 
-    def _commit(self) -> None:
-        if self._transaction is None:  # A change of this turn failed, which ended the transaction.
+    def _end(self, error: sqlite3.Error | None = None) -> None:
+        """Commit the transaction, or end it with the error of a change, after which the turn has none to commit."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is None:
             return
         try:
-            self._db.commit()
-        except sqlite3.Error as error:
-            self._fail(error)
-        else:
-            self._transaction.set_result(None)
-            self._transaction = None
-
-    def _fail(self, error: sqlite3.Error) -> None:
+            if error is None:
+                self._db.commit()
+                transaction.set_result(None)
+                return
+        except sqlite3.Error as failure:
+            error = failure
         self._db.rollback()
-        if self._transaction is not None:
-            self._transaction.set_exception(self._refusal(error))
-            self._transaction = None
+        transaction.set_exception(self._refusal(error))
 
     def _refusal(self, error: sqlite3.Error) -> ProblemError:
         where = "" if self._directory is None else f"; {files.free_space(self._directory)}"

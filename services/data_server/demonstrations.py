@@ -158,16 +158,11 @@ class DemonstrationMaker:
                 else self._rendered(_without_nulls(row))
             )
             longest = len(made["prompt_ids"]) + max(len(d["completion_ids"]) for d in made["demonstrations"])
-            if longest > self._context:
-                reason = TOO_LONG
-                raise UnfitConversationError(
-                    f"{longest} tokens, but the model's context has {self._context}; shorten the row"
-                )
-            if longest > self._most:
-                reason = TOO_LONG
-                raise UnfitConversationError(
-                    f"{longest} tokens; shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
-                )
+            if longest > min(self._context, self._most):
+                reason, remedy = TOO_LONG, f"shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
+                if longest > self._context:
+                    remedy = f"the model's context has {self._context}: shorten the row"
+                raise UnfitConversationError(f"{longest} tokens; {remedy}")
         except (UnfitConversationError, ProblemError) as error:
             detail = error.detail if isinstance(error, ProblemError) else error
             return Refusal(reason, f"row {number}, column {columns}: {detail}")

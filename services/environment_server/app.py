@@ -65,15 +65,10 @@ class Server:
             self.hosted = {source: opened[name][:2] for source, name in settings.environments.items()}
             make, info, _ = next(iter(opened.values()))
             self.hosted[""] = make, info
-            if len(opened) > 1 and settings.eval_head_endpoint is not None:
+            if settings.eval_head_endpoint is not None and (len(opened) > 1 or info.seats > 1):
                 raise ConfigurationError(
-                    f"EVAL_HEAD_ENDPOINT has this server play one environment, but SOURCES has {', '.join(opened)}: "
-                    "leave it out, or start another server with ENVIRONMENT alone"
-                )
-            if info.seats > 1 and settings.eval_head_endpoint is not None:
-                raise ConfigurationError(
-                    f"ENVIRONMENT {info.id} has {info.seats} seats, and an evaluation head plays environments of one: "
-                    "leave out EVAL_HEAD_ENDPOINT"
+                    f"EVAL_HEAD_ENDPOINT has this server play one environment of one seat, but it has "
+                    f"{', '.join(opened)}, the first of {info.seats} seats: leave it out, or start another server"
                 )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.push_async_callback(self.table.end)

@@ -21,12 +21,9 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from services.core.endpoints import proxy_of
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
-from services.core.logs import get_logger
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
-
-log = get_logger(__name__)
 
 PREFIX = "openenv+"
 CONNECT_SECONDS = 10.0
@@ -89,7 +86,7 @@ class OpenEnvEnvironment:
         self._messages.append({"role": "assistant", "content": str(action)})
         try:
             result, refusal = await self._ask("step", self._forms.encode(action))
-        except NotAnActionError as error:
+        except ActionRefusedError as error:
             result, refusal = {"code": "VALIDATION_ERROR"}, str(error)
         if refusal and result.get("code") != "VALIDATION_ERROR":
             raise EnvironmentBrokenError(f"{self._url} took no step: {refusal}")
@@ -156,8 +153,6 @@ async def ask_for_forms(name: str, seconds: float) -> tuple[str, Forms]:
     if not re.match(r"https?://[^/:]", url):
         raise ConfigurationError(f"{url} is not the address of a server")
     async with HttpClient(url, service="an OpenEnv server", timeout=CONNECT_SECONDS, deadline=seconds) as client:
-        if not await client.is_healthy():
-            log.info("waiting for an OpenEnv server to start", url=url, seconds=seconds)
         try:
             response = await client.request("GET", "/schema")
             return url, Forms.of(orjson.loads(response.content))
@@ -168,10 +163,6 @@ async def ask_for_forms(name: str, seconds: float) -> tuple[str, Forms]:
             ) from error
         except (RequestRefusedError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{url}/schema is not an OpenEnv server's: {error}") from error
-
-
-class NotAnActionError(ValueError):
-    """An answer that is not an action of the server's form; the message describes the form."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +218,7 @@ class Forms:
         """Return an action as the server takes it.
 
         Raises:
-            NotAnActionError: the answer of a model is not JSON of the server's form.
+            ActionRefusedError: the answer of a model is not JSON of the server's form, which the message describes.
         """
         if self._takes_value:
             return {str(self.action_field): action}
@@ -235,9 +226,9 @@ class Forms:
         try:
             value = orjson.loads(fenced[1] if fenced else str(action))
         except orjson.JSONDecodeError as error:
-            raise NotAnActionError(f"Your answer is not JSON ({error}). {self.rules()[0]['content']}") from error
+            raise ActionRefusedError(f"Your answer is not JSON ({error}). {self.rules()[0]['content']}") from error
         if not isinstance(value, dict) and self.action_field is None:
-            raise NotAnActionError(f"Your answer is not a JSON object. {self.rules()[0]['content']}")
+            raise ActionRefusedError(f"Your answer is not a JSON object. {self.rules()[0]['content']}")
         return value if isinstance(value, dict) else {str(self.action_field): value}
 
 

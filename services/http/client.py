@@ -262,7 +262,10 @@ class HttpClient:
                             raise
         except (TimeoutError, httpx.HTTPError) as error:
             if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _RETRIED_STATUS:
-                raise self._refusal(error.response) from None
+                status, detail, url = error.response.status_code, problem_detail(error.response), error.response.url
+                if status < 500:
+                    raise RequestRefusedError(self.service, str(url), status, detail) from None
+                raise DependencyLostError(f"{self.service} failed on {url}: {status} {detail}") from None
             raise DependencyLostError(
                 f"{self.service} did not answer {name} within {time.monotonic() - started:.1f} s and {attempts} tries: "
                 f"{last_error}"
@@ -310,10 +313,8 @@ class HttpClient:
         Raises:
             DependencyLostError: it did not within ``deadline_seconds``; the message has the last state seen.
         """
-        started = time.monotonic()
-        end = started + deadline_seconds
-        last_state = "no answer"
-        while (remaining := end - time.monotonic()) > 0:
+        started, last_state = time.monotonic(), "no answer"
+        while (remaining := started + deadline_seconds - time.monotonic()) > 0:
             try:
                 response = await self.send_once(
                     "GET", "/health", seconds=min(PROBE_SECONDS, max(remaining, LEAST_PROBE_SECONDS))
@@ -341,12 +342,6 @@ class HttpClient:
             params=options.get("params"),
             timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),
         )
-
-    def _refusal(self, response: httpx.Response) -> Exception:
-        status, detail = response.status_code, problem_detail(response)
-        if status >= 500:
-            return DependencyLostError(f"{self.service} failed on {response.url}: {status} {detail}")
-        return RequestRefusedError(self.service, str(response.url), status, detail)
 
 
 def problem_detail(response: httpx.Response) -> str:

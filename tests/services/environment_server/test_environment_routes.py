@@ -349,7 +349,7 @@ async def test_an_environment_that_cannot_be_made_is_refused_with_its_source(ser
 
 
 async def test_a_server_of_several_environments_plays_none_for_a_head(serving: Any, mixed: Any) -> None:
-    with pytest.raises(ConfigurationError, match="EVAL_HEAD_ENDPOINT has this server play one environment, but"):
+    with pytest.raises(ConfigurationError, match="EVAL_HEAD_ENDPOINT has this server play one environment of one seat"):
         async with serving(mixed(eval_head_endpoint="http://127.0.0.1:9")):
             pass
 

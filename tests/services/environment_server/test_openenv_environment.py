@@ -15,11 +15,9 @@ from fastapi import FastAPI
 from websockets.asyncio.server import ServerConnection, serve
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
-from services.environment_server import openenv_environment
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
 from services.environment_server.openenv_environment import (
     Forms,
-    NotAnActionError,
     OpenEnvEnvironment,
     ask_for_forms,
     messages_of,
@@ -194,7 +192,7 @@ def test_a_single_field_that_is_not_text_is_the_answers_json() -> None:
     forms = Forms.of({"action": {"properties": {"guess": {"type": "integer"}}}, "observation": {}})
     assert forms.encode("42") == {"guess": 42}
     assert forms.encode('{"guess": 3}') == {"guess": 3}
-    with pytest.raises(NotAnActionError):
+    with pytest.raises(ActionRefusedError):
         forms.encode("forty")
     assert orjson.dumps(forms.action_schema).decode() in forms.rules()[0]["content"]
 
@@ -203,7 +201,7 @@ async def test_a_server_that_starts_later_is_waited_for_and_another_one_refused(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = asyncio.Event()
-    monkeypatch.setattr(openenv_environment, "log", SimpleNamespace(info=lambda *_, **__: waits.set()))
+    monkeypatch.setattr("services.http.client.log", SimpleNamespace(warning=lambda *_, **__: waits.set()))
     port = free_port()
     asking = asyncio.create_task(ask_for_forms(f"openenv+http://127.0.0.1:{port}", IDLE_SECONDS))
     await waits.wait()
