@@ -106,9 +106,10 @@ def rounded(model: str, dtype: str, directory: Path) -> str:
 def measurements(job: Job, settings: Settings) -> dict[str, Any]:
     """Return the columns of a row that metrics.jsonl and summary.json have."""
     records = job.steps()
-    steps = [step for step in records if "reward_mean" in step]  # An evaluation before the first has a record, too.
+    # An evaluation before the first step has a record, too. Distillation without a reward has no rewards.
+    steps = [step for step in records if "completion_tokens" in step]
     row: dict[str, Any] = {
-        "rewards": [step["reward_mean"] for step in steps],
+        "rewards": [step["reward_mean"] for step in steps if "reward_mean" in step],
         "tokens": [int(step["completion_tokens"]) for step in steps],
         "seconds": [step["seconds_step"] - step.get("seconds_evaluate", 0.0) for step in steps],
     }
@@ -170,8 +171,8 @@ def main() -> None:
         row = train(run)
         with file.open("ab") as rows:
             rows.write(orjson.dumps(row) + b"\n")
-        mean = statistics.fmean(row["rewards"])
-        say(f"{run.task}, {run.variant}, seed {run.seed}: mean reward {mean:.3f}, {row['processor_seconds']:.0f} CPU s")
+        reached = f"mean reward {statistics.fmean(row['rewards']):.3f}" if row["rewards"] else "no rewards"
+        say(f"{run.task}, {run.variant}, seed {run.seed}: {reached}, {row['processor_seconds']:.0f} CPU s")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def reward_of(budget: int | None, figure: str | None) -> Measure:
         if figure:
             return row["figures"].get(figure)  # type: ignore[no-any-return]
         if budget is None:
-            return statistics.fmean(row["rewards"])
+            return statistics.fmean(row["rewards"]) if row["rewards"] else None
         left, total = budget, 0.0
         for reward, tokens in zip(row["rewards"], row["tokens"], strict=True):
             total += reward * min(tokens, left)

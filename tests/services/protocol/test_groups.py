@@ -61,7 +61,7 @@ def groups(draw: st.DrawFn) -> Group:
     fields: dict[str, Any] = {}
     for place, sequence in enumerate(drawn):
         if place % 2:
-            messages = [{"role": "assistant", "tool_calls": [{"name": "add"}], "sampled": True}]
+            messages = [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "{}"}], "sampled": True}]
             sequence |= {"episode": place, "seat": 1, "messages": messages}
             fields = {
                 "episode_figures": {place: {"turns": 2, "figures": {"legal_moves": 0.5}}},
