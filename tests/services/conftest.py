@@ -17,6 +17,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
+from tests.adapters import save_adapter
 from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS, bytes_in, wait_ready, wait_until
 
@@ -38,6 +39,13 @@ def serving() -> Serving:
                 yield client
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two adapters of the tiny model."""
+    directory = tmp_path_factory.mktemp("adapters")
+    return [save_adapter(tiny_model, directory / str(seed), seed) for seed in (1, 2)]
 
 
 @dataclass

@@ -32,13 +32,6 @@ from tests.waiting import IDLE_SECONDS
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two adapters of the tiny model."""
-    directory = tmp_path_factory.mktemp("adapters")
-    return [save_adapter(tiny_model, directory / str(seed), seed) for seed in (1, 2)]
-
-
 def load_into(engine: RunningEngine, directory: Path | None) -> None:
     adapter = None if directory is None else read_adapter(directory, engine.loaded.model.architecture, CPU)
     engine.engine.change_adapter(adapter, ADAPTER_NAME).result(IDLE_SECONDS)

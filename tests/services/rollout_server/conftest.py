@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from services.engines.engine import Engine
 from services.weights.policy_store import ADAPTER_NAME
-from tests.adapters import RANK, save_adapter
+from tests.adapters import RANK
 from tests.services.rollout_server.nodes import SGLANG_PYTHON, Nodes
 from tests.tolerance import engine_tolerance
 
@@ -88,13 +88,6 @@ async def worker(server: Nodes) -> AsyncIterator[Engine]:
             await control._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
         await control.load_model(server.model, 0)
         await control.resume()
-
-
-@pytest.fixture(scope="session")
-def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two adapters of the tiny model."""
-    directory = tmp_path_factory.mktemp("adapters")
-    return [save_adapter(tiny_model, directory / str(seed), seed) for seed in (1, 2)]
 
 
 def logprobs_by(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,10 @@ from tests.trainer.rank_jobs import Arrays, make_learner
 from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_groups, save_model
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
-from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.ranks import Ranks
 from trainer.model.rounding import BLOCK, Masters, NearestRounding, Rounding, UnbiasedRounding, shifted
 
 N = 400_000
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def on_grid(seed: int) -> Tensor:
