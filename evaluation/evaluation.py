@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass, field
 from typing import Any
 
-from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.settings import EvaluationSettings
+from evaluation.store import Kind, Sample, SampleStore
 from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.player import Engines, Score, evaluation_seed, scored

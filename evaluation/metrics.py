@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from evaluation.samples import Kind, Sample
+from evaluation.store import Kind, Sample
 from services.core.numbers import quantity
 from services.protocol.rewards import Estimate, Metrics, estimate, standard_error
 from services.protocol.rewards import accuracy as results_accuracy

@@ -8,24 +8,23 @@ repeated; see docs/evaluation_head.md.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-import numpy as np
 import typer
+from pydantic import BaseModel
 from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_on_workers, play_seeds
-from evaluation.identity import check_identity, locked_file, sha256_of, whole_lines
 from evaluation.metrics import bootstrap
+from evaluation.store import IDENTITY, append_records, check_identity, locked_file, read_records, sha256_of
 from services.clients.environment import ServedEpisode
 from services.clients.play import Decision, Episode, NoActionError, Step
 from services.core import logs
@@ -38,7 +37,6 @@ from services.evaluation_head.settings import MAX_BATCH
 from services.protocol.evaluation import EnvironmentInfo
 
 EPISODES = "episodes.jsonl"
-IDENTITY = "evaluation.json"
 RESULTS = "results.json"
 
 
@@ -56,15 +54,14 @@ class Options:
     episodes_at_once: int = 1
 
 
-@dataclass
-class PlayedEpisode:
+class PlayedEpisode(BaseModel):
     """An episode that came to its end."""
 
     seed: int
-    episode_return: float = 0.0
-    steps: int = 0
-    seconds: float = 0.0
-    versions: list[int | None] = field(default_factory=list)
+    episode_return: float
+    steps: int
+    seconds: float
+    versions: list[int | None]
     """The versions of the policy that acted."""
 
 
@@ -79,18 +76,9 @@ class Recorder:
         """
         self._policy = policy
         self._file = file
-        self.episodes: dict[int, PlayedEpisode] = {}
-        for number, line in enumerate(whole_lines(file), start=1):
-            try:
-                episode = PlayedEpisode(**json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise ConfigurationError(
-                    f"{file.name}, line {number}, is not an episode ({error}); give another --save-to"
-                ) from error
-            self.episodes[episode.seed] = episode
+        self.episodes = {episode.seed: episode for episode in read_records(file, PlayedEpisode, "--save-to")}
         self._began: dict[Episode, float] = {}
         self._versions: defaultdict[Episode, set[int | None]] = defaultdict(set)
-        self.decision_seconds: list[float] = []
         self.by_server: Counter[str] = Counter()
         """Episodes that ended in this process's time, by the URL of their server."""
 
@@ -100,11 +88,9 @@ class Recorder:
         for episode in episodes:
             self._began.setdefault(episode, began)
         try:
-            decisions = await self._policy.act([episode.state for episode in episodes])
+            return await self._policy.act([episode.state for episode in episodes])
         except PolicyFailedError as error:
             raise NoActionError(error.detail) from error
-        self.decision_seconds += [time.monotonic() - began] * len(episodes)
-        return decisions
 
     def add(self, steps: Sequence[Step]) -> None:
         """See Play."""
@@ -113,10 +99,14 @@ class Recorder:
 
     def end(self, episode: Episode) -> None:
         """See Play."""
-        seconds, versions = time.monotonic() - self._began.pop(episode), _in_order(self._versions.pop(episode))
-        played = PlayedEpisode(episode.seed, episode.episode_return, episode.steps, seconds, versions)
-        self._file.write(json.dumps(asdict(played)).encode() + b"\n")
-        self._file.flush()
+        played = PlayedEpisode(
+            seed=episode.seed,
+            episode_return=episode.episode_return,
+            steps=episode.steps,
+            seconds=time.monotonic() - self._began.pop(episode),
+            versions=_in_order(self._versions.pop(episode)),
+        )
+        append_records(self._file, [played])
         self.episodes[episode.seed] = played
         if isinstance(episode, ServedEpisode):
             self.by_server[episode.server.url] += 1
@@ -150,7 +140,6 @@ async def evaluate(options: Options, say: Callable[[str], None]) -> dict[str, An
                 **{f"environment.{name}": value for name, value in place.info.model_dump(mode="json").items()},
             },
             is_used=bool(recorder.episodes),
-            results="the episodes of another evaluation",
             option="--save-to",
         )
         if recorder.episodes:
@@ -188,9 +177,8 @@ async def _play_missing(
         "mean_return": bootstrap([episode.episode_return for episode in episodes]).model_dump(exclude={"prompts"}),
         "steps": sum(episode.steps for episode in episodes),
         "left_out": {str(seed): why for seed, why in sorted(left_out.items())},
-        "episodes": [asdict(episode) for episode in episodes],
+        "episodes": [episode.model_dump() for episode in episodes],
         "seconds": time.monotonic() - began,
-        "decision_ms": percentiles(recorder.decision_seconds),
         "workers": [
             {
                 "name": process.command.name,
@@ -201,11 +189,6 @@ async def _play_missing(
             for url, process in processes.items()
         ],
     }
-
-
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles of times in milliseconds; none of no times."""
-    return {f"p{q}": 1000 * float(np.percentile(seconds, q)) for q in (50, 95, 99)} if seconds else {}
 
 
 async def _open_policy(options: Options, info: EnvironmentInfo, stack: AsyncExitStack) -> tuple[Policy, Path]:

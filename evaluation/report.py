@@ -15,8 +15,8 @@ from rich.table import Table
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
 from evaluation.metrics import accuracy, lengths
-from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
+from evaluation.store import Key, Kind, Sample
 from services.core.files import write_json
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, macro_mean

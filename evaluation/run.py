@@ -17,8 +17,8 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow, score
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
-from evaluation.samples import open_store
 from evaluation.servers import START_SECONDS, Servers, parse_url, secrets, servers_for
+from evaluation.store import open_store
 from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient

@@ -29,7 +29,7 @@ from rich.table import Table
 from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
-from evaluation.identity import check_identity, locked_file, sha256_of
+from evaluation.store import check_identity, locked_file, sha256_of
 from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -252,7 +252,7 @@ def _check_manifest(
     path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
     if is_used and not path.exists():
         raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")
-    check_identity(path, manifest, is_used=is_used, results="episodes of other settings", option="--save-to")
+    check_identity(path, manifest, is_used=is_used, option="--save-to")
 
 
 async def _play(shard: Shard, options: Options, place: OpenArena, policies: Mapping[str, Policy]) -> str:

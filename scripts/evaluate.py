@@ -20,8 +20,8 @@ from typer import Option
 from evaluation.openai_engine import Api
 from evaluation.plan import Backend, Plan, Scheduler, ServerOptions
 from evaluation.run import evaluate
-from evaluation.samples import SAMPLES, SampleStore
 from evaluation.settings import MATH_AGENT, EvaluationSettings, WorkflowName
+from evaluation.store import SAMPLES, SampleStore
 from local_runner import spec
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError

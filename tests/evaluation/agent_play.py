@@ -15,9 +15,9 @@ from pydantic import SecretStr
 from transformers import AutoTokenizer
 
 from evaluation.evaluation import AgentWorkflow, Messages
-from evaluation.samples import Kind, Sample
 from evaluation.servers import parse_url
 from evaluation.settings import EvaluationSettings
+from evaluation.store import Kind, Sample
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
 from services.clients.player import Score

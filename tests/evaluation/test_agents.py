@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from evaluation.evaluation import ScoringLostError
-from evaluation.samples import Kind
+from evaluation.store import Kind
 from services.agents import AgentFailedError, Program, load_agent
 from services.core.errors import ConfigurationError
 from services.protocol.rewards import FinishReason, RewardItem, RewardResult

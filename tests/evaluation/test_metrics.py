@@ -16,7 +16,7 @@ from evaluation.metrics import (
     majority_at_k,
     normalised,
 )
-from evaluation.samples import Kind, Sample
+from evaluation.store import Kind, Sample
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import GREEDY, FinishReason, RewardResult, pass_at_k
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, SingleTurn
-from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
+from evaluation.store import Kind, Sample, open_store
 from services.clients.rollout import SamplingParams
 from services.protocol.groups import TokenSequence
 from services.protocol.prompts import Prompt

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation
-from evaluation.samples import Kind, SampleStore, open_store
 from evaluation.settings import EvaluationSettings
+from evaluation.store import Kind, SampleStore, open_store
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import GREEDY
 from tests.evaluation.agent_play import Ground, call
