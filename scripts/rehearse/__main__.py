@@ -33,7 +33,7 @@ def main(
     keep: Annotated[Path | None, Option(metavar="DIR", help="Keep the run and the stand-in in this directory.")] = None,
 ) -> None:
     """Try a launch here before renting GPUs: its data, template, rewards and agents, with a stand-in for the model."""
-    from scripts.launch.plan import Size, group_of
+    from scripts.launch.plan import Request, group_of
     from scripts.rehearse.rehearsal import Rehearsal, make_stand_in
     from trainer.config import TrainerSettings
 
@@ -41,7 +41,7 @@ def main(
     options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
     target = model or options.get("MODEL_NAME") or str(TrainerSettings.model_fields["model_name"].default)
-    file, chosen = group_of(options, Size(), colocate=False, asynchronous=False)
+    file, chosen = group_of(options, Request())
     if path is not None:
         file, chosen = spec.find(path).resolve(), {}
     os.environ |= secrets
