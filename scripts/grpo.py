@@ -51,7 +51,7 @@ COMMANDS = {
         ),
     ),
     "rehearse": Program(
-        "scripts.rehearse.__main__",
+        "scripts.rehearse",
         TRAINING,
         (
             "grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",
