@@ -110,11 +110,10 @@ def make_stand_in(model: str, directory: Path) -> None:
         ConfigurationError: the model's configuration cannot be loaded, or the embedded engine does not compute models
             of its type. Or the model is in ``directory``.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     from services.embedded_engine.weights import Architecture, WeightsError
-    from toys.models import random_model
 
     source = model_files(model, with_weights=False)
     try:
@@ -132,7 +131,7 @@ def make_stand_in(model: str, directory: Path) -> None:
         setattr(config, name, value)
     remove_directory(directory)
     disable_progress_bar()
-    random_model(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)  # made of config.json, which has the end tokens
     for path in source.iterdir():
         is_read = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
