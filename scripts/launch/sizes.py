@@ -14,7 +14,7 @@ from services.engines.engine import choose_engine
 from services.engines.placement import Split
 from services.engines.settings import RolloutSettings
 from services.engines.shape import SizeFacts
-from trainer.capacity.check import Machine, check, engine_tokens
+from trainer.capacity.check import check, engine_tokens
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, PROCESS_BYTES, EngineBeside, Work, cached_tokens, needed
 from trainer.capacity.seconds import (
     MEAN_PROMPT_TOKENS,
@@ -25,7 +25,7 @@ from trainer.capacity.seconds import (
     train_seconds,
 )
 from trainer.capacity.shape import CARDS, Card, Model, ModelShape, find_model
-from trainer.capacity.work import PROMPT_TOKENS, Limits
+from trainer.capacity.work import PROMPT_TOKENS, Limits, Machine
 from trainer.config import Rollout, TrainerSettings, Transport
 
 LEAST_SEQUENCES = 16
