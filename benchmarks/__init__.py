@@ -1,1 +1,1 @@
-"""Measurements of this project against its alternatives: ``python -m benchmarks NAME``."""
+"""Measurements of this project against its alternatives: ``python -m benchmarks.NAME``."""

@@ -51,7 +51,7 @@ COMMANDS = {
         ),
     ),
     "rehearse": Program(
-        "scripts.rehearse.__main__",
+        "scripts.rehearse",
         TRAINING,
         (
             "grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",
@@ -120,9 +120,12 @@ COMMANDS = {
     ),
     "fetch": Program("scripts.fetch", CLUSTER, ("grpo fetch grpo-17-20260131-120000",)),
     "merge-adapter": Program(
-        "scripts.merge_adapter", MODELS, ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",)
+        "scripts.models",
+        MODELS,
+        ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",),
+        "merge_adapter",
     ),
-    "push": Program("scripts.push", MODELS, ("grpo push grpo-20260131-120000 my-org/my-model --private",)),
+    "push": Program("scripts.models", MODELS, ("grpo push grpo-20260131-120000 my-org/my-model --private",), "push"),
     "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
 }
 

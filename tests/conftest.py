@@ -129,4 +129,4 @@ def waits_in_slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """A directory with the tiny model, which tests must not write to."""
-    return made_once("tiny-model", [ROOT / "toys/arithmetic.py", ROOT / "toys/models.py"], "toys.arithmetic")
+    return made_once("tiny-model", [ROOT / "toys/arithmetic.py"], "toys.arithmetic")

@@ -30,7 +30,7 @@ ROLES = {
     "local": ("local_runner.run", {"local"}),
     "cleaning": ("local_runner.clean", {"local"}),
     "launch": ("scripts.launch.__main__", {"local", "trainer"}),
-    "rehearse": ("scripts.rehearse.__main__", {"local", "rollout", "trainer"}),
+    "rehearse": ("scripts.rehearse", {"local", "rollout", "trainer"}),
     "chat": ("scripts.chat", {"local", "rollout"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
     "trajectories": ("evaluation.trajectories", {"environment", "head", "local"}),

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
-
-from toys.models import random_model
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 
 def noisy_model(config: PretrainedConfig, seed: int = 0, *, matrices: float, vectors: float) -> Any:
@@ -17,7 +15,8 @@ def noisy_model(config: PretrainedConfig, seed: int = 0, *, matrices: float, vec
 
     ``matrices`` and ``vectors``, such as norms and biases, are the deviations of the noise.
     """
-    model = random_model(config, seed)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (vectors if parameter.dim() == 1 else matrices))

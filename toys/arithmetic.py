@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
-
-from toys.models import Example, qwen2, random_model, train
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 ALPHABET = "0123456789+-*= "
 PAD, END = "<pad>", "<end>"
@@ -64,29 +64,54 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 def build_model(seed: int = 0) -> Qwen2ForCausalLM:
     """Return the untrained model in float32, with random weights from ``seed``."""
-    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = qwen2(vocab_size=len(ALPHABET) + 2, **sizes, **heads, max_position_embeddings=CONTEXT)
-    model: Qwen2ForCausalLM = random_model(config, seed)
-    return model
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(ALPHABET) + 2,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config)
 
 
 def warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
     """Train ``model`` on answers until its sampled accuracy passes WARM_ACCURACY, and return that accuracy.
 
+    torch computes with one thread from then on: a second one would only wait for the first.
+
     Raises:
         RuntimeError: 1,000 steps were not enough.
     """
-    everything = questions()
-    draw = random.Random(seed)
-
-    def examples() -> list[Example]:
-        return [_example(tokenizer, question) for question in draw.choices(everything, k=64)]
-
-    for step, _ in enumerate(train(model, examples, learning_rate=1e-3, steps=1000), start=1):
+    torch.set_num_threads(1)
+    everything, draw = questions(), random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    model.train()
+    for step in range(1, 1001):
+        ids, labels = _batch(tokenizer, draw.choices(everything, k=64))
+        loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
         if step % 10 == 0 and (accuracy := sampled_accuracy(model, tokenizer, seed=seed)) > WARM_ACCURACY:
             return accuracy
     raise RuntimeError(f"the arithmetic model did not reach a sampled accuracy of {WARM_ACCURACY} in 1,000 steps")
+
+
+def _batch(tokenizer: Qwen2Tokenizer, drawn: list[Question]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids [questions, longest], padded with 0, and labels: -100 but for the answer and the end token."""
+    prompts = [torch.tensor(tokenizer.encode(question.prompt)) for question in drawn]
+    answers = [torch.tensor([*tokenizer.encode(question.answer), 1]) for question in drawn]
+    ids = [torch.cat(both) for both in zip(prompts, answers, strict=True)]
+    labels = [torch.cat([torch.full_like(p, -100), a]) for p, a in zip(prompts, answers, strict=True)]
+    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
 def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
@@ -117,12 +142,6 @@ def make(directory: Path, *, seed: int = 0) -> float:
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
     return accuracy
-
-
-def _example(tokenizer: Qwen2Tokenizer, question: Question) -> Example:
-    """Return a question with its answer and the end token, which the model learns to say."""
-    prompt, answer = tokenizer.encode(question.prompt), [*tokenizer.encode(question.answer), 1]
-    return prompt + answer, [-100] * len(prompt) + answer
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -12,17 +12,15 @@ import yaml
 
 from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
-from scripts.launch.sizes import Tier, balanced, derive, parse_gpus
+from scripts.launch.sizes import Tier, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.capacity.shape import find_model
-from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
-VOLUME = ROOT / "jobgroups" / "volume.yaml"
 PRESET = ROOT / "examples/gpu.env"
 """Settings of a batch that fills GPUs."""
 COLOCATED = ROOT / "jobgroups/colocated.yaml"
@@ -33,138 +31,116 @@ TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
 OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
 """Settings of engines without CUDA or without GPUs of their own."""
 
+Changes = dict[tuple[str, str], str]
+"""Values to write into a job group, by task and key."""
+
 
 @dataclass(frozen=True)
-class Size:
-    """The options that say how large a job group is; what is None stays as the job group's file has it."""
+class Request:
+    """The options of ``grpo launch`` that are no settings; what is None stays as the job group's file has it."""
 
     model: str | None = None
     rollout_nodes: int | None = None
     trainer_nodes: int | None = None
     gpus: str | None = None
     rollout_gpus: str | None = None
+    colocate: bool = False
+    asynchronous: bool = False
+    agent: str | None = None
+    environment: str | None = None
+    image: str | None = None
+    stock: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
     """A job group of a given size."""
 
-    model: str
-    tiers: dict[str, Tier]
-    """The nodes of rollout-server and ppo-trainer."""
-    derived: set[str]
-    """The names of the settings that follow from the size."""
-    preset: set[tuple[str, str]]
-    """The tasks and keys whose values the preset gives, because no option does."""
-    notes: list[str]
-    """Cautions, and the reason for the number of rollout nodes where it is chosen."""
-    volume: int
-    """Gibibytes of the volume."""
+    name: str
+    """Model, job group, nodes and GPUs, as the name of a directory."""
+    file: Path
+    """The file of the repository from which it differs."""
     text: str
-    """The job group's YAML."""
+    """Its YAML."""
+    sources: Mapping[tuple[str, str], str]
+    """By task and key: ``given`` by an option, ``derived`` from the size, or from the ``preset`` for GPUs."""
+    volume: int
+    """Gibibytes that the volume needs."""
+    notes: Sequence[str]
+    """Cautions, and the reason for the number of rollout nodes where it is chosen."""
 
 
-def plan_of(
-    file: Path,
-    size: Size,
-    options: Mapping[str, str],
-    chosen: dict[str, str],
-    secrets: dict[str, str],
-    image: str | None,
-    preset: Mapping[str, str] | None,
-) -> Plan:
+def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, str]) -> Plan:
     """Derive a job group's sizes, and write them into the text of its file.
 
+    Unless it is ``request.stock``, the settings of PRESET come first, and with them one trainer node and as many
+    rollout nodes as keep both tiers busy.
+
     Args:
-        file: the job group's file.
-        size: the options about model, nodes and GPUs.
+        request: the options but for settings.
         options: the settings of the options.
-        chosen: the settings that go with the file, such as MODE.
         secrets: values of the job group's secrets.
-        image: the images of `make image`.
-        preset: the settings that ``options`` replace; with them go one trainer node, and as many rollout nodes as keep
-            both tiers busy. None: the file's.
 
     Raises:
-        ConfigurationError: the settings are not valid together, or the GPUs are too small for the model.
+        ConfigurationError: the options or settings do not go together, or the GPUs are too small for the model.
     """
+    file, chosen = group_of(options, request)
     before = file.read_text(encoding="utf-8")
     written = skypilot.values(before).get((Task.TRAINER, "envs.MODEL_NAME"), "")
-    model = find_model(size.model or options.get("MODEL_NAME") or written)
-    settings = {**(preset or {}), **options, "MODEL_NAME": model.name}
-    tiers = _tiers(before, size if preset is None else replace(size, trainer_nodes=size.trainer_nodes or 1))
-    group = spec.load(file, spec.Overrides(settings | chosen, secrets))
-    loaded = _loaded(group, settings | chosen | secrets)
-    trainer, rollout = _settings(loaded, group, options)
-    sizes, reason = derive(trainer, rollout, model, tiers), ""
-    if preset is not None and not size.rollout_nodes and not OTHER_ENGINES.intersection(options):
-        tiers, reason = balanced(trainer, rollout, model, tiers, sizes.work)
-        sizes = derive(trainer, rollout, model, tiers)
-    changes = sizes.changes | variables_of(group, sizes.derived | settings | chosen) | _images(group, image)
-    of_preset = set() if preset is None else _of_preset(changes, size, preset.keys() - options.keys())
-    of_preset |= {(Task.ROLLOUT_SERVER.value, "num_nodes")} if reason else set()
+    model = find_model(request.model or options.get("MODEL_NAME") or written)
+    preset: dict[str, str] = {} if request.stock else _preset(options, file)
+    given = {**options, "MODEL_NAME": model.name, **chosen}
+    group = spec.load(file, spec.Overrides(preset | given, secrets))
+    loaded = _loaded(group, {**preset, **given, **secrets})
+    is_free = not (request.stock or request.rollout_nodes or OTHER_ENGINES.intersection(options))
+    found = checks.settings_by_class(loaded)
+    rollout: RolloutSettings = found["RolloutSettings"]
+    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
+        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
+    sizes = derive(found["TrainerSettings"], rollout, model, _tiers(before, request), is_balanced=is_free)
+    counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in sizes.tiers.items()}
+    asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
+    of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
+    for task, tier in sizes.tiers.items():
+        of_options[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
+    by_source: dict[str, Changes] = {
+        "derived": sizes.resources | _variables(group, sizes.settings),
+        "preset": counts | _variables(group, preset),
+        "given": of_options | _variables(group, given),
+    }
+    changes = {key: value for part in by_source.values() for key, value in part.items()}
     return Plan(
-        model=model.name,
-        tiers=tiers,
-        derived=sizes.derived.keys() - settings.keys(),
-        preset=of_preset,
-        notes=[*_left_behind(_named_paths(loaded)), *([reason] if reason else [])],
-        volume=max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text("utf-8"))["size"]))),
+        name=_name(Path(model.name).name, file.stem, sizes.tiers),
+        file=file,
         text=skypilot.edited(before, changes),
+        sources={key: source for source, part in by_source.items() for key in part},
+        volume=sizes.volume,
+        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [sizes.reason])],
     )
 
 
-def _of_preset(changes: Mapping[tuple[str, str], str], size: Size, names: Set[str]) -> set[tuple[str, str]]:
-    """Return the tasks and keys that the preset changes: the settings ``names``, and the number of trainer nodes."""
-    keys = {(task, key) for task, key in changes if key.removeprefix(f"{skypilot.ENVS}.") in names}
-    return keys if size.trainer_nodes else {*keys, (Task.TRAINER.value, "num_nodes")}
+def _name(model: str, group: str, tiers: Mapping[str, Tier]) -> str:
+    parts = [model, group, *(f"{tier.nodes}x{','.join(map(str, tier.choices))}" for tier in tiers.values())]
+    return re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
 
 
-def gibibytes(size: str) -> int:
-    """Return the gibibytes of a volume's size in SkyPilot's form, such as ``200Gi``, ``1Ti`` or ``200``.
-
-    Raises:
-        ConfigurationError: the size has another form.
-    """
-    match = re.fullmatch(r"(\d+)(Gi|Ti|)", size)
-    if match is None:
-        raise ConfigurationError(f"jobgroups/volume.yaml: size {size}: expected a number with Gi or Ti, such as 200Gi")
-    return int(match[1]) * (1024 if match[2] == "Ti" else 1)
-
-
-def group_of(
-    options: Mapping[str, str],
-    size: Size,
-    *,
-    colocate: bool,
-    asynchronous: bool,
-    agent: str | None = None,
-    environment: str | None = None,
-) -> tuple[Path, dict[str, str]]:
+def group_of(options: Mapping[str, str], request: Request) -> tuple[Path, dict[str, str]]:
     """Return the job group's file, and the variables that say the same as the options of ``grpo launch``.
-
-    Args:
-        options: the settings of the options.
-        size: the options about nodes and GPUs.
-        colocate: run the engines on the trainer's GPUs.
-        asynchronous: generate while the step trains.
-        agent: the agent that answers the prompts; default: AGENT of the settings.
-        environment: the environment whose episodes the model plays; default: ENVIRONMENT of the settings.
 
     Raises:
         ConfigurationError: the options do not go together.
     """
-    if colocate or is_colocated(options):
-        return _colocated_group(options, size, has_others=bool(asynchronous or agent or environment))
+    if request.colocate or is_colocated(options):
+        return COLOCATED, _of_shared_gpus(options, request)
     if options.get("PUBLISH_TRANSPORT") == "local":
         raise ConfigurationError(
             "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
             "or have them share GPUs by --colocate"
         )
-    agent, environment = agent or options.get("AGENT"), environment or options.get("ENVIRONMENT")
+    agent, environment = request.agent or options.get("AGENT"), request.environment or options.get("ENVIRONMENT")
     if agent and environment:
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
-    mode = {"MODE": "async"} if asynchronous else {}
+    mode = {"MODE": "async"} if request.asynchronous else {}
     if _ways(options) - {"completion"}:
         # It has the services of every way. A source says itself what it does not share with the others.
         named = {"ENVIRONMENT": environment} if environment else {}
@@ -175,18 +151,18 @@ def group_of(
         return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
     if environment:
         return ROOT / "jobgroups/environment.yaml", {"ENVIRONMENT": environment} | mode
-    return ROOT / ("jobgroups/async.yaml" if asynchronous else "jobgroup.yaml"), {}
+    return ROOT / ("jobgroups/async.yaml" if request.asynchronous else "jobgroup.yaml"), {}
 
 
-def _colocated_group(options: Mapping[str, str], size: Size, *, has_others: bool) -> tuple[Path, dict[str, str]]:
-    """Return the file of engines on the trainer's GPUs, and the transport that several nodes and adapters need."""
-    if has_others or size.rollout_nodes or size.rollout_gpus:
+def _of_shared_gpus(options: Mapping[str, str], request: Request) -> dict[str, str]:
+    """Return the transport that several nodes and adapters need where engines run on the trainer's GPUs."""
+    if any((request.asynchronous, request.agent, request.environment, request.rollout_nodes, request.rollout_gpus)):
         raise ConfigurationError(
             "--colocate has no rollout nodes for --rollout-nodes and --rollout-gpus, no services for --agent and "
             "--environment, and engines that sleep while the trainer trains, so not --async; leave one out"
         )
-    shares = (size.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
-    return COLOCATED, {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
+    shares = (request.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
+    return {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
 
 
 def _ways(options: Mapping[str, str]) -> set[str]:
@@ -205,21 +181,19 @@ def _ways(options: Mapping[str, str]) -> set[str]:
     return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
 
 
-def preset_of(options: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return the settings of PRESET that go with the options: NCCL needs engines with CUDA and GPUs of their own."""
-    preset = spec.env_file(PRESET)
-    if OTHER_ENGINES.intersection(options) or file.resolve() == COLOCATED:
-        del preset["PUBLISH_TRANSPORT"]
-    return preset
+def _preset(options: Mapping[str, str], file: Path) -> dict[str, str]:
+    """Return the settings of PRESET that no option replaces; NCCL needs engines with CUDA and GPUs of their own."""
+    unfit = {"PUBLISH_TRANSPORT"} if OTHER_ENGINES.intersection(options) or file == COLOCATED else set()
+    return {name: value for name, value in spec.env_file(PRESET).items() if name not in {*options, *unfit}}
 
 
-def _tiers(text: str, size: Size) -> dict[str, Tier]:
-    """Return the nodes of the job group's tasks with GPUs: those of the options, else those of the file."""
+def _tiers(text: str, request: Request) -> dict[str, Tier]:
+    """Return the nodes of the job group's tasks with GPUs: those of the options, else of the preset or the file."""
     written = {document["name"]: document for document in list(yaml.safe_load_all(text))[1:]}
     tiers = {}
     for task, count, gpus in (
-        (Task.ROLLOUT_SERVER, size.rollout_nodes, size.rollout_gpus or size.gpus),
-        (Task.TRAINER, size.trainer_nodes, size.gpus),
+        (Task.ROLLOUT_SERVER, request.rollout_nodes, request.rollout_gpus or request.gpus),
+        (Task.TRAINER, request.trainer_nodes or (None if request.stock else 1), request.gpus),
     ):
         if task in written:
             choices = gpus or ",".join(written[task]["resources"]["accelerators"])
@@ -228,11 +202,21 @@ def _tiers(text: str, size: Size) -> dict[str, Tier]:
 
 
 def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loaded]:
-    """Load the settings of all tasks as the nodes of a cluster will, once each name that is given is known."""
+    """Load the settings of all tasks as the nodes of a cluster will, and check each alone and all together.
+
+    Raises:
+        ConfigurationError: a name is unknown, the settings do not go together or not with the job group's services, or
+            a file that they name from here cannot have rows.
+    """
     checks.check_names(group, given, {})
     with nodes.allocate(group) as addresses:
         run = LocalRun(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
-        return checks.load_all(run)
+        loaded = checks.load_all(run)
+    for path, variable in _named_paths(loaded).items():
+        if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
+            check_file(variable, Path(path))
+    checks.check_together(loaded, group)
+    return loaded
 
 
 def _named_paths(loaded: Sequence[checks.Loaded]) -> dict[str, str]:
@@ -260,27 +244,7 @@ def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
             )
 
 
-def _settings(
-    loaded: Sequence[checks.Loaded], group: spec.JobGroup, options: Mapping[str, str]
-) -> tuple[TrainerSettings, RolloutSettings]:
-    """Check how the settings of the tasks go together, and return those of the trainer and of the engines.
-
-    Raises:
-        ConfigurationError: they do not go together, or not with the job group's services, or a file that they name from
-            here cannot have rows.
-    """
-    for path, variable in _named_paths(loaded).items():
-        if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
-            check_file(variable, Path(path))
-    checks.check_together(loaded, group)
-    found = checks.settings_by_class(loaded)
-    rollout: RolloutSettings = found["RolloutSettings"]
-    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
-        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
-    return found["TrainerSettings"], rollout
-
-
-def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tuple[str, str], str]:
+def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> Changes:
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
     readers = checks.tasks_by_variable()
     return {
@@ -291,7 +255,7 @@ def variables_of(group: spec.JobGroup, variables: Mapping[str, str]) -> dict[tup
     }
 
 
-def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], str]:
+def _images(group: spec.JobGroup, image: str | None) -> Changes:
     """Return each task's image among those of `make image` as a value to write; nothing without an ``image``.
 
     Raises:

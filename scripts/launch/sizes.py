@@ -13,7 +13,7 @@ from services.core.errors import ConfigurationError
 from services.engines.engine import choose_engine
 from services.engines.placement import SizeFacts, Split
 from services.engines.settings import RolloutSettings
-from trainer.capacity.check import Machine, check, engine_tokens
+from trainer.capacity.check import check, engine_tokens
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, PROCESS_BYTES, EngineBeside, Work, cached_tokens, needed
 from trainer.capacity.seconds import (
     MEAN_PROMPT_TOKENS,
@@ -24,7 +24,7 @@ from trainer.capacity.seconds import (
     train_seconds,
 )
 from trainer.capacity.shape import CARDS, Card, Model, ModelShape, find_model
-from trainer.capacity.work import PROMPT_TOKENS, Limits
+from trainer.capacity.work import PROMPT_TOKENS, Limits, Machine
 from trainer.config import Rollout, TrainerSettings, Transport
 
 LEAST_SEQUENCES = 16
@@ -66,15 +66,17 @@ class Tier:
 class Sizes:
     """The sizes of a job group that follow from its model and its nodes."""
 
-    changes: dict[tuple[str, str], str]
-    """The values to write into the job group, by task and key."""
+    tiers: dict[str, Tier]
+    """The nodes, of rollout-server as many as keep both tiers busy if that was asked for."""
+    reason: str
+    """The reason for that number if it is another one; else empty."""
+    resources: dict[tuple[str, str], str]
+    """The CPUs and gigabytes of the nodes, by task and key."""
+    settings: dict[str, str]
+    """MIN_WORKERS for the GPUs that have the fewest engines, and on GPUs that the trainer shares
+    ENGINE_MAX_TOTAL_TOKENS for those with the least room."""
     volume: int
     """Gibibytes of the volume."""
-    derived: dict[str, str]
-    """The settings that follow: MIN_WORKERS for the GPUs that have the fewest engines, and on GPUs that the trainer
-    shares ENGINE_MAX_TOTAL_TOKENS for those with the least room."""
-    work: Work
-    """The trainer's work on the first choice of GPUs."""
 
 
 def parse_gpus(text: str) -> tuple[Gpus, ...]:
@@ -97,9 +99,16 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
 
 
 def derive(
-    settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, tiers: Mapping[str, Tier]
+    settings: TrainerSettings,
+    rollout_settings: RolloutSettings,
+    model: Model,
+    tiers: Mapping[str, Tier],
+    *,
+    is_balanced: bool,
 ) -> Sizes:
     """Return the sizes that follow from the settings, the model and the nodes; without a rollout tier it is colocated.
+
+    With ``is_balanced`` the number of rollout nodes is chosen.
 
     Raises:
         ConfigurationError: GPUs are too small for the model.
@@ -111,14 +120,7 @@ def derive(
     rollout = trainer if is_colocated else tiers[Task.ROLLOUT_SERVER]
     if not is_colocated:
         _check_engines(settings, model, rollout)
-    splits = {gpus: split_of(rollout_settings, model, gpus) for gpus in rollout.choices}
-    engines = rollout.nodes * min(split.engines for split in splits.values())
-    if settings.min_workers > engines:
-        raise ConfigurationError(
-            f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} nodes have {engines} engines; leave it out, "
-            "or give more --rollout-nodes"
-        )
-    derived = {"MIN_WORKERS": max(1, engines // 2)}  # a run continues with half of its workers
+    splits = {gpus: _split(rollout_settings, model, gpus) for gpus in rollout.choices}
     least = PROMPT_TOKENS + settings.longest_answer
     works, memory, volume, tokens = [], 0, 0, sys.maxsize
     for gpus in trainer.choices:
@@ -134,30 +136,43 @@ def derive(
         memory = max(memory, need.total("host") + need.total("shm") + engine_bytes)
         volume = max(volume, need.total("volume"))
         works.append(work)
+    reason = ""
+    if is_balanced and not is_colocated:
+        rollout, reason = _balanced(settings, model, rollout, splits[rollout.choices[0]].engines, trainer, works[0])
+        tiers = {**tiers, Task.ROLLOUT_SERVER: rollout}
+    engines = rollout.nodes * min(split.engines for split in splits.values())
+    if settings.min_workers > engines:
+        raise ConfigurationError(
+            f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} nodes have {engines} engines; leave it out, "
+            "or give more --rollout-nodes"
+        )
+    follows = {"MIN_WORKERS": max(1, engines // 2)}  # a run continues with half of its workers
     if is_colocated:
-        derived["ENGINE_MAX_TOTAL_TOKENS"] = max(tokens // 1024 * 1024, least)
-    changes = _resources(shape, tiers, splits, memory)
+        follows["ENGINE_MAX_TOTAL_TOKENS"] = max(tokens // 1024 * 1024, least)
     # In hundreds, with a fifth for what else is on the volume.
     hundreds = max(2, math.ceil(volume * 1.2 / GIB / 100))
-    return Sizes(changes, 100 * hundreds, {name: str(value) for name, value in derived.items()}, works[0])
+    resources = _resources(shape, splits, memory, is_colocated=is_colocated)
+    return Sizes(dict(tiers), reason, resources, {name: str(n) for name, n in follows.items()}, 100 * hundreds)
 
 
 def _resources(
-    shape: ModelShape, tiers: Mapping[str, Tier], splits: Mapping[Gpus, Split], memory: int
+    shape: ModelShape, splits: Mapping[Gpus, Split], memory: int, *, is_colocated: bool
 ) -> dict[tuple[str, str], str]:
-    """Return the nodes, GPUs, CPUs and gigabytes of the tiers, by task and key; ``memory`` is of a trainer node."""
-    is_colocated = Task.ROLLOUT_SERVER not in tiers
-    changes = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
-    changes |= {(task, "resources.accelerators"): f"[{', '.join(map(str, t.choices))}]" for task, t in tiers.items()}
-    changes[Task.TRAINER, "resources.memory"] = f"{_gigabytes(96 if is_colocated else 64, memory)}+"
+    """Return the CPUs and gigabytes of the nodes, by task and key; ``memory`` is of a trainer node."""
     # SGLang has a scheduler for each GPU, and for each engine an HTTP server with the tokenizer, and a detokenizer. The
     # launcher and the router take one each, and the trainer eight.
     cpus = max(math.ceil((gpus.count + 2 * split.engines + 2) / 8) * 8 for gpus, split in splits.items())
-    changes[Task.TRAINER if is_colocated else Task.ROLLOUT_SERVER, "resources.cpus"] = f"{cpus + 8 * is_colocated}+"
-    if not is_colocated:
-        most = max(_engine_bytes(shape, gpus, split) for gpus, split in splits.items())
-        changes[Task.ROLLOUT_SERVER, "resources.memory"] = f"{_gigabytes(32, most)}+"
-    return changes
+    if is_colocated:
+        return {
+            (Task.TRAINER, "resources.memory"): f"{_gigabytes(96, memory)}+",
+            (Task.TRAINER, "resources.cpus"): f"{cpus + 8}+",
+        }
+    most = max(_engine_bytes(shape, gpus, split) for gpus, split in splits.items())
+    return {
+        (Task.TRAINER, "resources.memory"): f"{_gigabytes(64, memory)}+",
+        (Task.ROLLOUT_SERVER, "resources.cpus"): f"{cpus}+",
+        (Task.ROLLOUT_SERVER, "resources.memory"): f"{_gigabytes(32, most)}+",
+    }
 
 
 def _engine_bytes(shape: ModelShape, gpus: Gpus, split: Split) -> int:
@@ -165,24 +180,22 @@ def _engine_bytes(shape: ModelShape, gpus: Gpus, split: Split) -> int:
     return split.engines * shape.parameters * WEIGHT_BYTES + gpus.count * PROCESS_BYTES
 
 
-def balanced(
-    settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, tiers: Mapping[str, Tier], work: Work
-) -> tuple[dict[str, Tier], str]:
-    """Return the tiers with a number of rollout nodes that keeps both busy, and the reason if it is another one.
+def _balanced(
+    settings: TrainerSettings, model: Model, rollout: Tier, engines: int, trainer: Tier, work: Work
+) -> tuple[Tier, str]:
+    """Return the rollout tier with a number of nodes that keeps both tiers busy, and the reason if it is another one.
 
     It is the number nearest to the present one with which each tier has LEAST_BUSY of the other's work, or the present
-    one if there is none. The time that agents and environments take is unknown, so it stays with them, too.
+    one if there is none. The time that agents and environments take is unknown, so it stays with them, too. A node has
+    ``engines`` on its first choice of GPUs.
     """
-    is_known = all(own.rollout is Rollout.COMPLETION for own in settings.by_source().values())
-    if not is_known or (rollout := tiers.get(Task.ROLLOUT_SERVER)) is None:
-        return dict(tiers), ""
-    batch, gpus, card = Batch.of(settings), rollout.choices[0], tiers[Task.TRAINER].choices[0].card
-    engines = split_of(rollout_settings, model, gpus).engines
+    if any(own.rollout is not Rollout.COMPLETION for own in settings.by_source().values()):
+        return rollout, ""
+    batch, gpus, card = Batch.of(settings), rollout.choices[0], trainer.choices[0].card
     by_volume, busy = settings.publish_transport is Transport.DISK, {}
+    trains = train_seconds(model.shape, batch, card, work)
     for nodes in range(1, MOST_NODES + 1):
-        learns = train_seconds(model.shape, batch, card, work) + publish_seconds(
-            model.shape, nodes, by_volume=by_volume
-        )
+        learns = trains + publish_seconds(model.shape, nodes, by_volume=by_volume)
         generates = generate_seconds(model.shape, batch, gpus.card, gpus.count // engines, nodes * engines)
         busy[nodes] = min(learns, generates) / max(learns, generates)
     enough = [n for n, share in busy.items() if share >= LEAST_BUSY and n * engines >= settings.min_workers]
@@ -191,10 +204,10 @@ def balanced(
         f"rollout nodes: {chosen} instead of {rollout.nodes}, so that the less busy tier has {busy[chosen]:.0%} of the "
         f"other's work instead of {busy[rollout.nodes]:.0%}"
     )
-    return {**tiers, Task.ROLLOUT_SERVER: replace(rollout, nodes=chosen)}, reason * (chosen != rollout.nodes)
+    return replace(rollout, nodes=chosen), reason * (chosen != rollout.nodes)
 
 
-def split_of(settings: RolloutSettings, model: Model, gpus: Gpus) -> Split:
+def _split(settings: RolloutSettings, model: Model, gpus: Gpus) -> Split:
     """Return the engines into which a launcher will split the GPUs of its node."""
     facts = SizeFacts(model.config, model.shape.parameters * WEIGHT_BYTES, gpus.card.memory)
     return choose_engine(settings, gpus.count).split(settings, gpus.count, lambda: facts)

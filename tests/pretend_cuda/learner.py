@@ -28,7 +28,7 @@ from trainer.algorithm.attention_layout import TreeMask
 from trainer.algorithm.packing import ALONE, Context, MicroBatch, TrainingGroup, pack
 from trainer.capacity.need import Need, needed
 from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import work_of
+from trainer.capacity.work import Limits, Machine, work_of
 from trainer.config import TrainerSettings
 from trainer.model import attention, loading, logprobs, policy, sharding
 from trainer.model.attention import TREE_ATTENTION
@@ -158,7 +158,7 @@ def tracked_pass(
 def preflight(config: PretrainedConfig, settings: TrainerSettings, gpus: int = 1) -> Need:
     """Return what the preflight says that a rank of one node of this card needs."""
     shape, memory = ModelShape.of(config), torch.cuda.get_device_properties(0).total_memory
-    return needed(shape, work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=gpus, compute_bytes=2))
+    return needed(shape, work_of(settings, shape, Machine(1, gpus, 2, Limits(memory, 0, 0, 0))))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tests.trainer.tiny import random_groups, with_heads_of
 from trainer.algorithm.attention_layout import TILE
 from trainer.capacity.need import CUDA_CONTEXT, needed, uncompiled_layer_bytes
 from trainer.capacity.shape import CONFIGS, ModelShape
-from trainer.capacity.work import USABLE, work_of
+from trainer.capacity.work import USABLE, Limits, Machine, work_of
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
 from trainer.model.optimizer import make_optimizer
@@ -81,7 +81,7 @@ def test_a_sequence_of_128k_tokens_takes_the_bytes_that_the_preflight_says(monke
     settings, shape = settings_of(True), ModelShape.of(MODEL)
     few, more = (peak(with_layers(MODEL, n), settings) for n in DEPTHS)
     counted = more + (MODEL.num_hidden_layers - DEPTHS[1]) * (more - few) // (DEPTHS[1] - DEPTHS[0])
-    work = work_of(settings, shape, memory=80 * 10**9, nodes=1, ranks_per_node=GPUS, compute_bytes=2)
+    work = work_of(settings, shape, Machine(1, GPUS, 2, Limits(80 * 10**9, 0, 0, 0)))
     need = needed(shape, work)
     # Before the first step there are no gradients and moments.
     beginning = need.total("device") - (need.device["gradients"] + need.device["moments"] + CUDA_CONTEXT)

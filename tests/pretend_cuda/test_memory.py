@@ -20,7 +20,7 @@ from tests.pretend_cuda.learner import (
 )
 from trainer.capacity.need import CUDA_CONTEXT, stored_bytes, uncompiled_layer_bytes
 from trainer.capacity.shape import CONFIGS, ModelShape
-from trainer.capacity.work import work_of
+from trainer.capacity.work import Limits, Machine, work_of
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
 
@@ -110,6 +110,6 @@ def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(label: str, ch
     config = MIXTURE if label == "mixture" else CONFIGS[label][1]
     shape = ModelShape.of(config)
     settings = TrainerSettings.load(activation_checkpointing=checkpointing)
-    work = work_of(settings, shape, memory=80 * 10**9, nodes=1, ranks_per_node=RANKS, compute_bytes=2)
+    work = work_of(settings, shape, Machine(1, RANKS, 2, Limits(80 * 10**9, 0, 0, 0)))
     share = kept_bytes(config, TOKENS, SEQUENCE, checkpointing) / TOKENS / stored_bytes(shape, work)
     assert 0.998 < share < 1.001, "too much or too little memory is asked for"

@@ -321,32 +321,6 @@ def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, 
         assert len(launched) == (code == 0)
 
 
-def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
-    tmp_path: Path, launched: list[tuple[Path, ...]]
-) -> None:
-    given = ["--gpus", "H200:8,H100:8", "--trainer-nodes", "8", "--rollout-gpus", "L40S:8"]
-    given += ["--image", "r.example.org/grpo:v1"]
-    given += ["--env", "HF_ENDPOINT=https://hub", "--env", "MAX_STEPS=9", "--model", "70B"]
-    done = CliRunner().invoke(APP, [*given, "--check", "--yes", "--output", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "its log: sky jobs logs 7 check-trainer and sky jobs logs 7 check-rollout;" in done.output
-    assert launched == [(tmp_path / "check.yaml", tmp_path / "volume.yaml")]
-    values = skypilot.values((tmp_path / "check.yaml").read_text())
-    assert values["check-trainer", "resources.accelerators"] == "[H200:1, H100:1]"
-    assert values["check-rollout", "resources.accelerators"] == "[L40S:1]"
-    group = spec.load(tmp_path / "check.yaml")
-    assert [(task.num_nodes, task.gpus_per_node, task.is_primary) for task in group.tasks] == [(1, 1, True)] * 2
-    for task in group.tasks:
-        assert task.environment["MODEL_NAME"] == "meta-llama/Llama-3.1-70B-Instruct"
-        assert task.environment["HF_ENDPOINT"] == "https://hub"
-        assert "MAX_STEPS" not in task.environment
-        parts = [f"docker:r.example.org/grpo:v1-{part}" for part in ("trainer", "services", "rollout")]
-        assert sorted(task.environment["CHECK_IMAGES"].split()) == sorted(parts)
-        assert values[task.name, "resources.image_id"].strip("'") == "docker:r.example.org/grpo:v1-services"
-    # The volume that the check makes is the one of the job group.
-    assert yaml.safe_load((tmp_path / "volume.yaml").read_text())["size"] != "200Gi"
-
-
 class SecretTask:
     """As much of SkyPilot's task as secrets need."""
 

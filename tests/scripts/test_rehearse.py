@@ -15,8 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scripts.rehearse import rehearsal
-from scripts.rehearse.__main__ import main
+from scripts.rehearse import main, make_stand_in
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from services.core.errors import ConfigurationError
 from tests.ports import free_port
@@ -84,7 +83,7 @@ def finds(found: tuple[int, str], *sentences: str) -> None:
 
 def test_a_stand_in_is_small_and_speaks_as_the_model_does(tmp_path: Path) -> None:
     model, small = target(tmp_path / "model"), tmp_path / "small"
-    rehearsal.make_stand_in(str(model), small)
+    make_stand_in(str(model), small)
     assert (small / "model.safetensors").stat().st_size < 1e6
     before, after = (load_tokenizer(str(path)) for path in (model, small))
     assert tokenizer_digest(before) == tokenizer_digest(after)
@@ -98,7 +97,7 @@ def test_a_model_of_a_type_that_the_engine_lacks_is_refused(tmp_path: Path) -> N
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match="MODEL_NAME"):
-        rehearsal.make_stand_in(str(model), tmp_path / "small")
+        make_stand_in(str(model), tmp_path / "small")
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from services.clients.teacher import TeacherClient
 from services.core import logs, machine
 from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
-from trainer.capacity.check import Machine, check, chosen_work, engine_beside, shape_of
+from trainer.capacity.check import check, chosen_work, engine_beside, shape_of
 from trainer.capacity.need import needed
-from trainer.capacity.work import find_limits
+from trainer.capacity.work import Machine, find_limits
 from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
 from trainer.reporting.trackers import tracker_of

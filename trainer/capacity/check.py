@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from services.engines.placement import SizeFacts, read_config
 from services.engines.settings import RolloutSettings
 from trainer.capacity.need import ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import USABLE, Limits, VolumeRoom, choose, find_limits, plan_records, work_of
+from trainer.capacity.work import USABLE, Limits, Machine, VolumeRoom, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
@@ -49,18 +49,6 @@ REMEDIES = {
 """The settings that help most, by place."""
 LENGTHS = ("activations", "logits and backward pass")
 """Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they warn and refuse nothing."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The ranks that a run has, and what each may use."""
-
-    nodes: int
-    ranks_per_node: int
-    compute_bytes: int
-    limits: Limits
-    engine: EngineBeside | None = None
-    """The engine on the same GPUs, if there is one."""
 
 
 def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
@@ -155,15 +143,7 @@ def gigabytes(size: int) -> str:
 
 def chosen_work(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
     """Return the work that settings ask for, with what they leave open chosen for the machine."""
-    work = work_of(
-        settings,
-        shape,
-        memory=machine.limits.device,
-        nodes=machine.nodes,
-        ranks_per_node=machine.ranks_per_node,
-        compute_bytes=machine.compute_bytes,
-    )
-    work = choose(settings, shape, replace(work, engine=machine.engine), machine.limits)
+    work = choose(settings, shape, work_of(settings, shape, machine), machine.limits)
     kept, size = plan_records(settings, machine.limits.volume - needed(shape, work).total("volume"))
     return replace(work, record_groups=kept, record_bytes=size)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from services.core.machine import host_memory, memory_directory
-from trainer.capacity.need import ENGINE_ASLEEP, Work, needed
+from trainer.capacity.need import ENGINE_ASLEEP, EngineBeside, Work, needed
 from trainer.capacity.shape import ModelShape
 from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import Checkpointing, RecordGroups
@@ -50,6 +50,19 @@ def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False)
 def _size(run_dir: Path, *names: str) -> int:
     """Return the bytes of the files below directories of a run, such as those of an earlier attempt."""
     return sum(file.stat().st_size for name in names for file in (run_dir / name).rglob("*") if file.is_file())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks that a run has, and what each may use."""
+
+    nodes: int
+    ranks_per_node: int
+    compute_bytes: int
+    """Bytes of a number in forward and backward passes."""
+    limits: Limits
+    engine: EngineBeside | None = None
+    """The engine on the same GPUs, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -100,39 +113,23 @@ USABLE = 0.94
 """Share of a GPU's memory that can be filled; the rest is lost between blocks."""
 
 
-def work_of(
-    settings: TrainerSettings,
-    shape: ModelShape,
-    *,
-    memory: int,
-    nodes: int,
-    ranks_per_node: int,
-    compute_bytes: int,
-) -> Work:
-    """Return the work of a run, on a flat mesh and without activation checkpointing.
-
-    Args:
-        settings: the run's settings.
-        shape: the model.
-        memory: bytes of a GPU; 0 for a CPU.
-        nodes: nodes of ppo-trainer.
-        ranks_per_node: GPUs of a node, or 1.
-        compute_bytes: bytes of a number in forward and backward passes.
-    """
+def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+    """Return the work of a run, on a flat mesh and without activation checkpointing."""
+    memory, ranks = machine.limits.device, machine.nodes * machine.ranks_per_node
     sequence, context = _longest(settings), settings.context_parallel_size
-    share = math.ceil(settings.batch_size * settings.largest_group * context / (nodes * ranks_per_node)) * sequence
+    share = math.ceil(settings.batch_size * settings.largest_group * context / ranks) * sequence
     is_shared = settings.publish_transport is Transport.LOCAL
     is_sent = settings.publish_transport is Transport.BROADCAST or (is_shared and memory > 0)
     return Work(
         device="cuda" if memory else "cpu",
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        nodes=machine.nodes,
+        ranks_per_node=machine.ranks_per_node,
         replicas=1,
         # A completion longer than the MICRO_BATCH_TOKENS of a context group is a micro-batch by itself.
         tokens=max(sequence, min(settings.micro_batch_tokens, share)),
         micro_batch_tokens=settings.micro_batch_tokens,
         chunk_states=_chunk_states(shape, memory),
-        compute_bytes=compute_bytes,
+        compute_bytes=machine.compute_bytes,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
         published_copies=2 if is_sent and not settings.lora_rank else 1,
         shares_versions=is_shared and not memory,
@@ -146,6 +143,7 @@ def work_of(
         compares_vocabularies=bool(shape.teachers) and settings.teacher_jsd_beta is not None,
         checkpoints=_checkpoints(settings),
         context=context,
+        engine=machine.engine,
     )
 
 

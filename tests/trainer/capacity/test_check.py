@@ -16,10 +16,10 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.capacity.check import REMEDIES, Machine, check, engine_beside, preflight
+from trainer.capacity.check import REMEDIES, check, engine_beside, preflight
 from trainer.capacity.need import GIB, EngineBeside, Work, needed
 from trainer.capacity.shape import CONFIGS, ModelShape
-from trainer.capacity.work import Limits, choose, find_limits, plan_records, work_of
+from trainer.capacity.work import Limits, Machine, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
@@ -257,7 +257,7 @@ def test_a_broadcast_has_one_version_in_memory_while_another_is_written(rank: in
 @pytest.mark.parametrize(("memory", "shared"), [(0, 2), (80 * GIB, 0)], ids=["processor", "GPU"])
 def test_on_processors_a_shared_version_takes_room_in_shared_memory(memory: int, shared: int) -> None:
     given = settings(publish_transport="local")
-    work = work_of(given, SHAPES["0.5B"], memory=memory, nodes=1, ranks_per_node=1, compute_bytes=2)
+    work = work_of(given, SHAPES["0.5B"], Machine(1, 1, 2, Limits(memory, 0, 0, 0)))
     assert needed(SHAPES["0.5B"], work).total("shm") == shared * SHAPES["0.5B"].parameters
 
 
@@ -341,10 +341,9 @@ def test_all_ranks_choose_alike(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_version_on_the_gpu_and_the_woken_engine_are_there_at_once() -> None:
-    flat = {"memory": CARD.device, "nodes": 1, "ranks_per_node": 4, "compute_bytes": 2}
     shape, engine = SHAPES["8B"], EngineBeside(gpus=2, tokens=1024)
-    work = work_of(settings(publish_transport="local"), shape, **flat)
-    need = needed(shape, replace(work, engine=engine)).generating
+    work = work_of(settings(publish_transport="local"), shape, Machine(1, 4, 2, CARD, engine))
+    need = needed(shape, work).generating
     assert need["version"] == 2 * shape.parameters, "whole on each rank"
     assert need["weights of the engine"] == shape.parameters, "two bytes each, over two GPUs"
     assert need["keys and values"] == 1024 * 2 * 2 * 36 * 4 * 128, "a GPU has four of eight heads"

@@ -8,7 +8,7 @@ from benchmarks.job import ROOT
 from benchmarks.update import PRETRAINED, Work, run
 from trainer.capacity.need import PROCESSOR_PROCESS_BYTES, needed
 from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import work_of
+from trainer.capacity.work import Limits, Machine, work_of
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
 
@@ -22,7 +22,7 @@ def test_a_trainer_of_135_million_parameters_takes_the_memory_that_the_preflight
     (measured,) = run(Work(str(model), 1, 8, 100, tokens, rounds=1), 1, 1)
     settings = TrainerSettings.load(model_name=str(model), micro_batch_tokens=100 + 8 * (tokens - 1))
     shape = ModelShape.of(load_config(settings))
-    work = work_of(settings, shape, memory=0, nodes=1, ranks_per_node=1, compute_bytes=4)
+    work = work_of(settings, shape, Machine(1, 1, 4, Limits(0, 0, 0, 0)))
     exact = {**vars(work), "tokens": 100 + 8 * (tokens - 1)}
     expected = needed(shape, type(work)(**exact)).total("device") + PROCESSOR_PROCESS_BYTES
     assert measured.peak_bytes == pytest.approx(expected, rel=0.2)

@@ -17,7 +17,7 @@ from trainer.capacity.seconds import (
     train_seconds,
 )
 from trainer.capacity.shape import CARDS, CONFIGS, ModelShape
-from trainer.capacity.work import Limits, choose, work_of
+from trainer.capacity.work import Limits, Machine, choose, work_of
 from trainer.config import TrainerSettings
 
 H100 = CARDS["H100"]
@@ -44,7 +44,7 @@ def train_share(label: str) -> float:
     """The share of an H100's operations that training a model reaches."""
     shape, memory = SHAPES[label], H100.memory
     settings = TrainerSettings.load(batch_size=128, group_size=16, max_new_tokens=1000)
-    flat = work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=8, compute_bytes=2)
+    flat = work_of(settings, shape, Machine(1, 8, 2, Limits(memory, 0, 0, 0)))
     work = choose(settings, shape, flat, Limits(memory, 0, 0, 0))
     tokens = 0.7 * 128 * (MEAN_PROMPT_TOKENS + 16 * 499)
     return 6 * shape.parameters * tokens / (8 * H100.flops) / train_seconds(shape, BATCH, H100, work)

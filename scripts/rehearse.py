@@ -1,35 +1,39 @@
-"""The rehearsal of a launch: its checks, its prompts and rewards, and a short run on this machine with a stand-in."""
+"""``grpo rehearse``: a run of two steps on this machine before GPUs are rented, with a stand-in for its model.
+
+Data, template, rewards, agents, environments and the judge are the launch's own. docs/guides/kubernetes.md has an
+example. What imports torch is imported once it is needed, because --help does without.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from transformers import AutoConfig
-from transformers.utils.logging import disable_progress_bar
+from typer import Option
 
 from local_runner import checks, run, spec
 from local_runner.launch import Launch
 from local_runner.plan import Plan
+from local_runner.run import Env, EnvFiles, Secrets
 from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
+from services.core import logs
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import read_records, remove_directory
 from services.core.models import model_files
 from services.data_server.settings import PromptStyle
-from services.embedded_engine.loading import end_token_ids
-from services.embedded_engine.weights import Architecture, WeightsError
 from services.http.problems import ProblemError
 from services.run_page.directory import Run
-from toys.models import random_model
 from trainer.config import TrainerSettings
 from trainer.rollouts.groups import OWN_REASONS
 
@@ -60,6 +64,42 @@ _LEFT_OUT = re.compile(r"no completion could be generated prompt_id=(\S+) reason
 """The trainer's warning of a prompt whose every answer failed."""
 
 
+def main(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="JOBGROUP", help="The job group's YAML; default: that of `grpo launch`.")
+    ] = None,
+    model: Annotated[str | None, Option(help="A name on the hub, or a directory; no weights are read.")] = None,
+    env: Env = None,
+    env_file: EnvFiles = None,
+    secret: Secrets = None,
+    right: Annotated[str, Option(help="The form of a right answer; {} stands for the ground truth.")] = "{}",
+    steps: Annotated[int, Option(min=0, help="Steps of the run; 0 leaves it out.")] = 2,
+    minutes: Annotated[float, Option(min=0.1, help="Longest time of the run.")] = 15,
+    keep: Annotated[Path | None, Option(metavar="DIR", help="Keep the run and the stand-in in this directory.")] = None,
+) -> None:
+    """Try a launch here before renting GPUs: its data, template, rewards and agents, with a stand-in for the model."""
+    from scripts.launch.plan import Request, group_of
+
+    logs.configure("rehearse", "error")
+    options = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+    secrets = spec.assignments(secret or [], "--secret")
+    target = model or options.get("MODEL_NAME") or str(TrainerSettings.model_fields["model_name"].default)
+    file, chosen = (spec.find(path).resolve(), {}) if path is not None else group_of(options, Request())
+    os.environ |= secrets
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
+        folder = (keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        make_stand_in(target, folder / "stand-in")
+        rehearsal = Rehearsal(file, options | chosen, [*secrets], target, folder / "stand-in", folder)
+        rehearsal.check(right)
+        if steps and not rehearsal.changes:
+            rehearsal.run(steps, minutes)
+    print("\nwhat to change:" if rehearsal.changes else "\nready: give these settings to `grpo launch`")
+    for number, sentence in enumerate(rehearsal.changes, start=1):
+        print(f"{number}. {sentence}")
+    raise typer.Exit(int(bool(rehearsal.changes)))
+
+
 def make_stand_in(model: str, directory: Path) -> None:
     """Write the stand-in of a model on the hub, or in a directory, to ``directory``, in place of an earlier one.
 
@@ -70,6 +110,11 @@ def make_stand_in(model: str, directory: Path) -> None:
         ConfigurationError: the model's configuration cannot be loaded, or the embedded engine does not compute models
             of its type. Or the model is in ``directory``.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from services.embedded_engine.weights import Architecture, WeightsError
+
     source = model_files(model, with_weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
@@ -86,7 +131,7 @@ def make_stand_in(model: str, directory: Path) -> None:
         setattr(config, name, value)
     remove_directory(directory)
     disable_progress_bar()
-    random_model(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)  # made of config.json, which has the end tokens
     for path in source.iterdir():
         is_read = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
@@ -207,16 +252,13 @@ class Rehearsal:
                 f"{IGNORES_TOOLS}, so that {self.target} never sees them; give a model whose template has `tools`"
             )
 
-    def verdict(self) -> int:
-        """Print whether the launch is ready, or what to change; return the exit code, 0 or 1."""
-        print("\nwhat to change:" if self.changes else "\nready: give these settings to `grpo launch`")
-        for number, sentence in enumerate(self.changes, start=1):
-            print(f"{number}. {sentence}")
-        return int(bool(self.changes))
-
 
 def _template_problems(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each end token or part of the chat template that conversations need and the model lacks."""
+    from transformers import AutoConfig
+
+    from services.embedded_engine.loading import end_token_ids
+
     trainer, data = settings["TrainerSettings"], settings["DataSettings"]
     tokenizer = load_tokenizer(str(folder))
     ends = end_token_ids(folder, AutoConfig.from_pretrained(folder), tokenizer)

@@ -1,7 +1,8 @@
-"""``grpo push``: a run's model and its card, uploaded to the Hugging Face hub in one commit."""
+"""``grpo merge-adapter`` and ``grpo push``: LoRA adapters merged into their model, and a run's model on the hub."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,30 @@ import typer
 
 from services.core.errors import ConfigurationError
 from services.run_page.directory import RUNS, find_run
+from services.weights.policy_store import CONFIG_FILE, is_adapter
 from trainer.reporting.model_card import write_card
 
 
-def main(
+def merge_adapter(
+    adapter: Annotated[Path, typer.Argument(help="directory of the adapters, such as runs/grpo-1/policy/v000012")],
+    directory: Annotated[Path, typer.Argument(help="directory to write the model to")],
+) -> None:
+    """Merge LoRA adapters into their model.
+
+    The model is the one that ``adapter_config.json`` names, in float32, with its tokenizer.
+    """
+    if not is_adapter(adapter):
+        raise typer.BadParameter(f"{adapter} has no {CONFIG_FILE}", param_hint="ADAPTER")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = json.loads((adapter / CONFIG_FILE).read_text("utf-8"))["base_model_name_or_path"]
+    base = AutoModelForCausalLM.from_pretrained(name, dtype="float32")
+    PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().save_pretrained(directory)
+    AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+
+
+def push(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run that has ended, by id or directory.")],
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The model's repository, made if need be.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,

@@ -1,4 +1,4 @@
-"""grpo push: the model of a run and its card become one commit of the hub."""
+"""A run's model and its card become one commit of the hub, and a published adapter a model directory in float32."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.errors import LocalTokenNotFoundError
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
-from scripts.push import main
+from scripts.models import merge_adapter, push
 from services.core.errors import ConfigurationError
+from tests.adapters import adapted_logprobs, save_adapter
 from trainer.reporting.model_card import write_card
 
 WEIGHTS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
@@ -92,7 +96,7 @@ def test_the_model_and_its_card_become_one_commit(
 ) -> None:
     hub = Hub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    main("mine", "org/mine", private=True, below=runs)
+    push("mine", "org/mine", private=True, below=runs)
     files = {*WEIGHTS, "config.json", "README.md", "reward.png"}
     made = ("org/mine", {"private": True, "exist_ok": True})
     assert hub.made == [made, ("org/mine", files, "The model of run mine")]
@@ -112,17 +116,28 @@ def test_the_card_has_results_with_intervals_and_neither_secrets_nor_paths(runs:
 
 def test_what_cannot_be_pushed_is_refused_with_the_remedy(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="no name of a repository"):
-        main("mine", "no name", below=runs)
+        push("mine", "no name", below=runs)
     for error, named in (
         (LocalTokenNotFoundError(), "hf auth login"),
         (RuntimeError("no room"), "no room. Nothing of it is committed"),
     ):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda error=error: Hub(error))
         with pytest.raises(ConfigurationError, match=named):
-            main("mine", "org/mine", below=runs)
+            push("mine", "org/mine", below=runs)
     with pytest.raises(ConfigurationError, match="other"):
-        main("other", "org/mine", below=runs)
+        push("other", "org/mine", below=runs)
     for file in (runs / "mine" / "model").iterdir():
         file.unlink()
     with pytest.raises(ConfigurationError, match="no trained model"):
-        main("mine", "org/mine", below=runs)
+        push("mine", "org/mine", below=runs)
+
+
+def test_the_merged_model_computes_what_model_and_adapter_compute(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tiny_model, tmp_path / "adapter", 1)
+    merge_adapter(adapter, tmp_path / "merged")
+    ids = [5, 12, 6, 14, 9, 1]
+    wanted = adapted_logprobs(tiny_model, adapter, ids)
+    assert adapted_logprobs(tmp_path / "merged", None, ids) == pytest.approx(wanted, abs=1e-5)
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab()

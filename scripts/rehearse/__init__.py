@@ -1,1 +1,0 @@
-"""``grpo rehearse``: a launch tried on this machine, with a stand-in for its model."""
