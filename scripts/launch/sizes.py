@@ -121,24 +121,12 @@ def derive(
     if not is_colocated:
         _check_engines(settings, model, rollout)
     splits = {gpus: _split(rollout_settings, model, gpus) for gpus in rollout.choices}
-    least = PROMPT_TOKENS + settings.longest_answer
-    works, memory, volume, tokens = [], 0, 0, sys.maxsize
-    for gpus in trainer.choices:
-        beside = None
-        if is_colocated:
-            beside = EngineBeside(splits[gpus].tensor_parallel, rollout_settings.engine_max_total_tokens or least)
-            share = settings.batch_size * settings.largest_group / (trainer.nodes * splits[gpus].engines)
-            tokens = min(tokens, math.ceil(share) * least)
-        work, limits = _trainer_work(settings, shape, trainer.nodes, gpus, beside)
-        tokens = min(tokens, engine_tokens(shape, work, limits)) if beside else tokens
-        need = needed(shape, work)
-        engine_bytes = _engine_bytes(shape, gpus, splits[gpus]) if is_colocated else 0
-        memory = max(memory, need.total("host") + need.total("shm") + engine_bytes)
-        volume = max(volume, need.total("volume"))
-        works.append(work)
+    work, memory, volume, tokens = _of_trainer(
+        settings, rollout_settings, shape, trainer, splits if is_colocated else {}
+    )
     reason = ""
     if is_balanced and not is_colocated:
-        rollout, reason = _balanced(settings, model, rollout, splits[rollout.choices[0]].engines, trainer, works[0])
+        rollout, reason = _balanced(settings, model, rollout, splits[rollout.choices[0]].engines, trainer, work)
         tiers = {**tiers, Task.ROLLOUT_SERVER: rollout}
     engines = rollout.nodes * min(split.engines for split in splits.values())
     if settings.min_workers > engines:
@@ -148,11 +136,41 @@ def derive(
         )
     follows = {"MIN_WORKERS": max(1, engines // 2)}  # a run continues with half of its workers
     if is_colocated:
-        follows["ENGINE_MAX_TOTAL_TOKENS"] = max(tokens // 1024 * 1024, least)
+        follows["ENGINE_MAX_TOTAL_TOKENS"] = tokens
     # In hundreds, with a fifth for what else is on the volume.
     hundreds = max(2, math.ceil(volume * 1.2 / GIB / 100))
     resources = _resources(shape, splits, memory, is_colocated=is_colocated)
     return Sizes(dict(tiers), reason, resources, {name: str(n) for name, n in follows.items()}, 100 * hundreds)
+
+
+def _of_trainer(
+    settings: TrainerSettings,
+    rollout_settings: RolloutSettings,
+    shape: ModelShape,
+    trainer: Tier,
+    splits: Mapping[Gpus, Split],
+) -> tuple[Work, int, int, int]:
+    """Return the trainer's work on the first choice of GPUs, and the most that any choice needs of each other place.
+
+    These are the bytes of a node's memory and of the volume. The last number is ENGINE_MAX_TOTAL_TOKENS of the engines
+    that ``splits`` places on the trainer's GPUs, by the choice that has the least room for them.
+    """
+    least = PROMPT_TOKENS + settings.longest_answer
+    works, memory, volume, tokens = [], 0, 0, sys.maxsize
+    for gpus in trainer.choices:
+        beside, engine_bytes = None, 0
+        if split := splits.get(gpus):
+            beside = EngineBeside(split.tensor_parallel, rollout_settings.engine_max_total_tokens or least)
+            engine_bytes = _engine_bytes(shape, gpus, split)
+            share = settings.batch_size * settings.largest_group / (trainer.nodes * split.engines)
+            tokens = min(tokens, math.ceil(share) * least)
+        work, limits = _trainer_work(settings, shape, trainer.nodes, gpus, beside)
+        tokens = min(tokens, engine_tokens(shape, work, limits)) if beside else tokens
+        need = needed(shape, work)
+        memory = max(memory, need.total("host") + need.total("shm") + engine_bytes)
+        volume = max(volume, need.total("volume"))
+        works.append(work)
+    return works[0], memory, volume, max(tokens // 1024 * 1024, least)
 
 
 def _resources(
