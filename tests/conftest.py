@@ -8,7 +8,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --require-all, for Makefile targets that a person calls by name, and --order-seed, to try other orders."""
     parser.addoption("--require-all", action="store_true", help="fail each test that would be skipped, with the reason")
     parser.addoption("--order-seed", type=int, help="shuffle the files, and the tests of each, by this seed")
+
+
+@pytest.fixture(autouse=True)
+def kept_environment() -> Iterator[None]:
+    """Undo what a test, or a program that it runs in this process, leaves in the environment."""
+    before = dict(os.environ)
+    yield
+    left = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    for name in left.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name not in os.environ})
 
 
 @pytest.hookimpl(wrapper=True)
