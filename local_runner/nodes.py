@@ -183,8 +183,7 @@ def node_environment(run: LocalRun, task: TaskSpec, rank: int) -> dict[str, str]
     }
     if sys.platform == "linux":
         # A thread that waits for others sleeps at once. By default libgomp lets it spin, which on a busy machine takes
-        # the core from the thread that it waits for: an update of 135M parameters on two cores beside two busy loops
-        # took 3.2 s, and 1.3 s so; idle it took 0.74 s, and 1.0 s so. macOS was not measured.
+        # the core from the thread that it waits for: docs/benchmarks.md has the figures. macOS was not measured.
         defaults["OMP_WAIT_POLICY"] = "passive"
     share = {VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if run.gpus else {}
     variables = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
