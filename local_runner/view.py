@@ -1,6 +1,6 @@
 """The presentation of a run on a terminal, which ``grpo run``, ``grpo status`` and ``train`` share.
 
-``View`` shows a run as it happens, live on a terminal and as plain lines elsewhere; ``figures`` are a run's numbers.
+``View`` shows a run as it happens, live on a terminal and as plain lines elsewhere; ``present`` shows its figures.
 """
 
 from __future__ import annotations
@@ -24,9 +24,19 @@ from local_runner.nodes import health_address, trainer_address
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
-from services.run_page.activity import ReportTimer, in_words
 from services.run_page.directory import RUNNING, Run
-from services.run_page.progress import EARLY_STEPS, Step, advice, counted, failed, first_and_last, mean_rewards
+from services.run_page.progress import (
+    EARLY_STEPS,
+    ReportTimer,
+    Step,
+    advice,
+    counted,
+    failed,
+    first_and_last,
+    in_words,
+)
+
+Json = Mapping[str, Any]
 
 TAIL_LINES = 15
 RECENT_STEPS = 5
@@ -48,14 +58,7 @@ STYLES = {
 """The style of each state of a node or a run."""
 
 
-def present(
-    console: Console,
-    run: Run,
-    state: str,
-    summary: Mapping[str, Any],
-    outcome: Mapping[str, Any],
-    trainer: Mapping[str, Any] | None = None,
-) -> None:
+def present(console: Console, run: Run, state: str, summary: Json, outcome: Json, trainer: Json | None = None) -> None:
     """Print the state of a run, its figures, and the advice on it.
 
     Args:
@@ -69,20 +72,14 @@ def present(
     line = Text.assemble(("run ", "dim"), (run.name, "bold"), "  ", (state, STYLES.get(state, "yellow")))
     console.print(line.append(f", {trainer['phase']}") if trainer else line)
     table = Table.grid(padding=(0, 2))
-    for name, value in figures(run, state, summary, outcome, trainer):
+    for name, value in _figures(run, state, summary, outcome, trainer):
         table.add_row(Text(name, "dim"), Text(value))
     console.print(table)
     if hint := run.advice():
         console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
 
 
-def figures(
-    run: Run,
-    state: str,
-    summary: Mapping[str, Any],
-    outcome: Mapping[str, Any],
-    trainer: Mapping[str, Any] | None,
-) -> Iterator[tuple[str, str]]:
+def _figures(run: Run, state: str, summary: Json, outcome: Json, trainer: Json | None) -> Iterator[tuple[str, str]]:
     """Yield the figures of a run with their labels; see ``present``."""
     if trainer:
         yield "now", in_words(trainer["activity"])
@@ -91,7 +88,8 @@ def figures(
     last = steps[-1].step if steps else summary.get("steps")
     if last is not None:
         yield "steps", f"{last} of {total}" if total else str(last)
-        yield reward_change(summary if "reward_first" in summary else first_and_last(mean_rewards(steps)))
+        rewards = [step.reward for step in steps if step.reward is not None]
+        yield reward_change(summary if "reward_first" in summary else first_and_last(rewards))
     for source, own in summary.get("sources", {}).items():
         accuracies = " → ".join(f"{accuracy:.3f}" for accuracy in own["accuracies"] or ())
         yield f"reward of {source}", reward_change(own)[1] + (f"; accuracy {accuracies}" if accuracies else "")
@@ -105,7 +103,7 @@ def figures(
         yield "first failed answer", failure
 
 
-def reward_change(rewards: Mapping[str, Any]) -> tuple[str, str]:
+def reward_change(rewards: Json) -> tuple[str, str]:
     """Return label and text for the mean rewards of the first and of the last steps, as summary.json has them."""
     steps, first, last = rewards.get("reward_steps", 0), rewards.get("reward_first"), rewards.get("reward_last")
     if first is None or last is None:
@@ -114,7 +112,7 @@ def reward_change(rewards: Mapping[str, Any]) -> tuple[str, str]:
     return label, f"{first:.3f} → {last:.3f}"
 
 
-def outcome_rows(outcome: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def outcome_rows(outcome: Json, summary: Json) -> Iterator[tuple[str, str]]:
     """Yield the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
     left_out: Counter[str] = Counter(summary.get("rows_left_out"))
     if left_out:
@@ -132,7 +130,7 @@ def outcome_rows(outcome: Mapping[str, Any], summary: Mapping[str, Any]) -> Iter
         yield "restarts", ", ".join(f"{task} {count}" for task, count in restarts.items())
 
 
-def _accuracy(summary: Mapping[str, Any], when: str) -> tuple[str, str]:
+def _accuracy(summary: Json, when: str) -> tuple[str, str]:
     """Return label and text of the accuracy ``before`` or ``after``, with its interval and its number of prompts."""
     parts = ("", "_low", "_high", "_prompts")
     value, low, high, prompts = (summary.get(f"accuracy_{when}{part}") for part in parts)
@@ -158,13 +156,8 @@ class View:
         """When a node last changed its state."""
         self._doing = ""
         self._report_timer = ReportTimer()
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            "{task.description}",
-            "{task.fields[phase]}",
-            TimeRemainingColumn(),
-        )
+        texts = ("{task.description}", "{task.fields[phase]}")
+        columns = (BarColumn(), MofNCompleteColumn(), *texts, TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, speed_estimate_period=PACE_SECONDS)
         self._steps = self._progress.add_task("no step yet", total=None, phase="starting")
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
@@ -228,7 +221,7 @@ class View:
         """The state of each node by ``{task}-{rank}``."""
         return {f"{task}-{rank}": state for (task, rank), state in self._states.items()}
 
-    def trainer(self, stats: Mapping[str, Any] | None) -> None:
+    def trainer(self, stats: Json | None) -> None:
         """Show the trainer's /stats, or which nodes are not up while the trainer is not; None if it did not answer."""
         if stats is not None:
             self._total_steps, activity = stats["total_steps"], stats["activity"]

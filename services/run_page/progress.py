@@ -1,14 +1,26 @@
-"""The steps of a run, as lines of metrics.jsonl record them, and advice on what they have in common."""
+"""The progress of a run in words: its present activity, the steps of its metrics.jsonl, and advice on these.
+
+Terminal, log, run page and ``grpo status`` all have it from here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+
+T = TypeVar("T")
+
+REPORT_SECONDS = 10.0
+"""The time between two reports of the same activity before the first step."""
+REPORT_LATER_SECONDS = 60.0
+"""The same time after the first step."""
 
 AVERAGED_STEPS = 3
 """Most steps at the start and at the end over which rewards are averaged."""
@@ -38,6 +50,69 @@ REMEDIES = {
     "opponent": "See why the other seat failed in the log of ppo-trainer.",
 }
 """The remedy by reason of failure."""
+
+
+class Activity:
+    """The activity of a run: what it is, how much of it is done, since when and, for a wait, until when."""
+
+    def __init__(self) -> None:
+        self.begin("starting")
+
+    def begin(self, what: str, done: Callable[[], str] = lambda: "", seconds: float | None = None) -> None:
+        """Replace the activity.
+
+        Args:
+            what: such as ``waiting for 2 rollout workers``.
+            done: returns how much of it is done, such as ``1 there``.
+            seconds: the time after which the run gives up; None: no single deadline ends it.
+        """
+        self.what, self._done, self.since = what, done, time.time()
+        self.until = None if seconds is None else self.since + seconds
+
+    async def gather(self, works: Iterable[Awaitable[T]], what: str) -> list[T]:
+        """Return the results of ``works`` in their order; meanwhile, report how many of them are done.
+
+        Args:
+            works: the works, which run at once.
+            what: such as ``prompts answered``.
+        """
+        awaited = list(works)
+        finished: list[None] = []
+        self._done = lambda: f"{len(finished)} of {len(awaited)} {what}"
+
+        async def one(work: Awaitable[T]) -> T:
+            result = await work
+            finished.append(None)
+            return result
+
+        return await asyncio.gather(*map(one, awaited))
+
+    def shown(self) -> dict[str, Any]:
+        """Return ``what``, ``done``, and ``since`` and ``until`` in seconds since 1970, as JSON has them."""
+        return {"what": self.what, "done": self._done(), "since": self.since, "until": self.until}
+
+
+def in_words(activity: Mapping[str, Any]) -> str:
+    """Return what ``Activity.shown`` returned as text: what, how much is done, for how long, until when."""
+    until = activity["until"]
+    parts = [activity["what"], activity["done"], f"for {time.time() - activity['since']:.0f} s"]
+    return ", ".join(
+        [*filter(None, parts), *([time.strftime("until %H:%M:%S", time.localtime(until))] if until else [])]
+    )
+
+
+class ReportTimer:
+    """Decides when to report an activity again."""
+
+    def __init__(self) -> None:
+        self._reported = 0.0
+
+    def is_due(self, since: float, *, is_early: bool) -> bool:
+        """Return whether to report an activity that began at ``since`` now; ``is_early`` before the first step."""
+        now = time.time()
+        is_due = now - max(since, self._reported) >= (REPORT_SECONDS if is_early else REPORT_LATER_SECONDS)
+        self._reported = now if is_due else self._reported
+        return is_due
 
 
 @dataclass(frozen=True)
@@ -96,11 +171,6 @@ def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
         "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
         "reward_steps": min(steps, len(rewards)),
     }
-
-
-def mean_rewards(steps: Sequence[Step]) -> list[float]:
-    """Return the mean reward of each step that has one."""
-    return [step.reward for step in steps if step.reward is not None]
 
 
 def advice(steps: Sequence[Step]) -> str | None:

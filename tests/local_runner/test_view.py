@@ -15,7 +15,7 @@ from local_runner.run import _show_end
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from local_runner.view import View, describe, outcome_rows, reward_change
-from services.run_page import activity
+from services.run_page import progress
 from services.run_page.progress import Step, first_and_last
 from tests.local_runner.test_nodes import run_of
 
@@ -68,7 +68,7 @@ def test_a_wait_of_ten_seconds_is_printed_and_again_after_ten_more(monkeypatch):
         for _ in range(5):
             shown.trainer(stats("publish", WAIT, 11))
         assert printed(console).count(WAIT) == 1
-        monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
+        monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
         shown.trainer(stats("publish", WAIT, 22))
         assert printed(console).count(WAIT) == 2
         shown.step(STEP)
@@ -77,7 +77,7 @@ def test_a_wait_of_ten_seconds_is_printed_and_again_after_ten_more(monkeypatch):
 
 
 def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeypatch):
-    monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
     tasks = [TaskSpec(name, "") for name in ("ppo-trainer", "reward-server", "data-server")]
     run = run_of(*tasks)
     ports = {"ppo-trainer-0:8004": "t:1", "reward-server-0:8002": "r:1", "data-server-0:8000": "d:1"}

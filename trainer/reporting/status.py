@@ -17,9 +17,9 @@ from services.core.endpoints import STATUS_PORT, Task, bind_address
 from services.core.logs import get_logger
 from services.http.app import create_service_app
 from services.http.server import listen, server_config
-from services.run_page.activity import Activity, ReportTimer, in_words
 from services.run_page.components import ComponentMonitor
 from services.run_page.directory import Run
+from services.run_page.progress import Activity, ReportTimer, in_words
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.state import RunState
 from trainer.config import TrainerSettings

@@ -21,7 +21,7 @@ from services.core.settings import Method
 from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol.groups import Group
 from services.protocol.rewards import verdicts
-from services.run_page.activity import Activity
+from services.run_page.progress import Activity
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings
 from trainer.rollouts.groups import Sampler

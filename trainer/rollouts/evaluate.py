@@ -25,7 +25,7 @@ from services.protocol.rewards import (
     macro_mean,
     verdicts,
 )
-from services.run_page.activity import Activity
+from services.run_page.progress import Activity
 from trainer.config import TrainerSettings
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler, makers_of
 

@@ -33,8 +33,8 @@ from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_judged
-from services.run_page.activity import Activity
 from services.run_page.directory import FIRST_FAILURE
+from services.run_page.progress import Activity
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)

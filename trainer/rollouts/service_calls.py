@@ -25,7 +25,7 @@ from services.http.client import PROBE_SECONDS, RequestRefusedError, describe, p
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
-from services.run_page.activity import Activity
+from services.run_page.progress import Activity
 from trainer.config import TrainerSettings
 from trainer.publishing.publisher import ask_workers
 from trainer.rollouts.batch import Batch, FreshQueue, sample_groups

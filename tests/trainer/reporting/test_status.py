@@ -16,7 +16,7 @@ import structlog
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.tasks import InterruptedCallError
-from services.run_page import activity
+from services.run_page import progress
 from tests.waiting import eventually
 from trainer.checkpoints.state import RunState, note_accuracy
 from trainer.config import TrainerSettings
@@ -58,7 +58,7 @@ def test_every_moment_belongs_to_the_phase_that_was_entered_last(monkeypatch: py
 
 
 async def test_an_activity_that_goes_on_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
     pause = asyncio.sleep
     monkeypatch.setattr("trainer.reporting.status.asyncio", SimpleNamespace(sleep=lambda _: pause(0)))
     status = RunStatus()
