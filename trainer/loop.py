@@ -131,10 +131,10 @@ class TrainingLoop:
         services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
         self.teach(batch)
 
-        groups = batch.trained = self.training_groups(batch)  # 6. advantages
+        groups = self.training_groups(batch)  # 6. advantages
         self.enter("train", f"training step {state.step + 1}")
         self.measure_entropy(batch)
-        batch.position = self.position
+        position = self.position
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version = state.step + 1, state.policy_version + 1
@@ -146,7 +146,7 @@ class TrainingLoop:
         is_sampled = settings.method is Method.RL
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version, is_sampled=is_sampled)
         metrics |= teacher_metrics(batch.groups, settings.teachers)
-        with self.recording(batch, metrics):
+        with self.recording(batch, groups, position, metrics):
             self.enter("store", "acknowledging the groups")
             services.acknowledge({group.group_id: self.objective.priority(group) for group in groups})
             is_evaluated = self.is_due(settings.eval_every) or state.step == self.total_steps
@@ -339,20 +339,22 @@ class TrainingLoop:
         return every > 0 and self.state.step % every == 0
 
     @contextmanager
-    def recording(self, batch: Batch, metrics: dict[str, float]) -> Iterator[None]:
+    def recording(
+        self, batch: Batch, groups: Sequence[TrainingGroup], position: float, metrics: dict[str, float]
+    ) -> Iterator[None]:
         """Record the completed step after the block, and also when the run ends in it."""
         try:
             yield
         except ENDINGS:
             try:
-                self.record(batch, metrics)
+                self.record(batch, groups, position, metrics)
             except DiskFullError as full:
                 self.is_recorded = False
                 log.error("step not recorded", step=self.state.step, reason=str(full))
             raise
-        self.record(batch, metrics)
+        self.record(batch, groups, position, metrics)
 
-    def record(self, batch: Batch, metrics: dict[str, float]) -> None:
+    def record(self, batch: Batch, groups: Sequence[TrainingGroup], position: float, metrics: dict[str, float]) -> None:
         """Write the step's groups, samples and metrics, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
         for source, reward in of_sources(metrics, "reward_mean").items():
@@ -361,17 +363,17 @@ class TrainingLoop:
         assert self.state.fingerprint is not None, "rank 0 has the model's description"
         unrecorded = self.files.groups.write(
             self.state.step,
-            batch.trained,
+            groups,
             [*batch.groups, *(sampled.group for sampled in batch.replayed)],
             policy_version=self.state.policy_version - 1,
-            position=batch.position,
+            position=position,
             total_steps=self.total_steps,
             tokenizer=self.state.fingerprint.tokenizer,
             computation=self.computation,
         )
         metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}
         with writing(self.settings.run_dir):
-            self.files.record_samples(self.state.step, batch.groups, batch.trained)
+            self.files.record_samples(self.state.step, batch.groups, groups)
             metrics |= self.status.clock.lap()
             self.files.record_step(self.state.step, metrics, batch.scored)
         self.status.step, self.status.metrics = self.state.step, metrics

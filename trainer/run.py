@@ -215,7 +215,8 @@ def _drive(
         services.cursors = dict(state.cursors)
         services.restore_replay(state.replay_snapshot)
     with writing(settings.run_dir):
-        decode, components = policy.description.decode, services.describe_components()
+        decode = policy.description.decode
+        components = {c.task: services.thread.call(c.settings()) for c in services.clients.services}
         _check_columns(settings, data, components)
         files = RunFiles(settings, state.step, decode, components, room.holds)
     # Its first failure is among the files, which forget that of an earlier attempt.

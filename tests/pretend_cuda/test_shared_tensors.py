@@ -20,8 +20,7 @@ from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.publishing import broadcast
-from trainer.publishing.shared import GpuBuckets, fixed_segments
-from trainer.publishing.writer import VersionWriter
+from trainer.publishing.writer import GpuBuckets, VersionWriter, fixed_segments
 
 pytestmark = pytest.mark.cuda
 

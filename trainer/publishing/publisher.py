@@ -11,20 +11,20 @@ import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import Counter
 from torch import Tensor
 
-from services.core.endpoints import WEIGHTS_BROADCAST_PORT
-from services.core.errors import DependencyLostError
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT, is_own_address
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Delivery, Engine, Requests, WorkerRefusedError, from_directory
 from services.engines.router import RouterAdmin, Worker
 from trainer.config import TrainerSettings, Transport
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcaster, Outcome
-from trainer.publishing.shared import check_hosts
-from trainer.publishing.writer import PUBLISH_SECONDS, VersionWriter
+from trainer.publishing.writer import PUBLISH_SECONDS, REMEDY, VersionWriter
 
 log = get_logger(__name__)
 
@@ -234,6 +234,19 @@ class Publisher:
                 return await engine.version()
         except (WorkerRefusedError, DependencyLostError):
             return None
+
+
+def check_hosts(workers: Sequence[Worker]) -> None:
+    """Check that every worker is on rank 0's host, whose memory it reads.
+
+    Raises:
+        ConfigurationError: one runs on another host.
+    """
+    for worker in workers:
+        if not is_own_address(urlsplit(worker.url).hostname or ""):
+            raise ConfigurationError(
+                f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; {REMEDY}"
+            )
 
 
 async def _send_adapter(config: Mapping[str, Any], tensors: bytes, version: int, engine: Engine) -> None:

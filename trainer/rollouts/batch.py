@@ -50,10 +50,6 @@ class Batch:
         """Prompts of the step, those that got no group and those of groups that were too stale included."""
         self.replayed: list[SampledGroup] = []
         """The groups drawn from the replay buffer."""
-        self.trained: list[TrainingGroup] = []
-        """The groups, fresh and replayed, with their advantages, as the loss sees them."""
-        self.position = 0.0
-        """The step's position in the schedule of the learning rate, in steps."""
         self.counts: dict[str, float] = {}
         """Counts and other figures by metric name."""
         self.seconds_scoring = 0.0

@@ -15,14 +15,12 @@ from http import HTTPStatus
 from typing import Any, Self
 
 from services.clients.teacher import TeacherClient
-from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import ServiceThread
 from services.engines.router import RouterAdmin, Worker
 from services.http.client import PROBE_SECONDS, RequestRefusedError, describe, problem_detail
-from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
 from services.run_page.progress import Activity
@@ -88,10 +86,6 @@ class ServiceCalls:
         if data.test_prompts < wanted:
             log.warning(f"EVAL_PROMPTS is {wanted}, but the data hold out {data.test_prompts} (DATASET_HELD_OUT)")
         return data
-
-    def describe_components(self) -> dict[Task, ComponentRecord]:
-        """Return the settings and versions that each service runs with."""
-        return {client.task: self.thread.call(client.settings()) for client in self.clients.services}
 
     @property
     def teachers(self) -> dict[str, TeacherClient]:

@@ -41,9 +41,8 @@ from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError
 from trainer.publishing import publisher as publisher_module
 from trainer.publishing import writer as module
-from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError
-from trainer.publishing.shared import GpuBuckets, check_hosts
-from trainer.publishing.writer import VersionWriter, write_version
+from trainer.publishing.publisher import WRITES, Publisher, VersionGoneError, check_hosts
+from trainer.publishing.writer import GpuBuckets, VersionWriter, write_version
 from trainer.rank_calls import RankCalls
 
 
