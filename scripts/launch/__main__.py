@@ -73,7 +73,9 @@ def main(
         typer.echo("For example: grpo launch --model Qwen/Qwen2.5-0.5B-Instruct --gpus L4:1 --dry-run")
         raise typer.Exit(2)
     if check:
-        context.fail("No such option: --check; launch one step of a small model, with --env MAX_STEPS=1, to try a cluster")
+        context.fail(
+            "No such option: --check; launch one step of a small model, with --env MAX_STEPS=1, to try a cluster"
+        )
     from scripts.launch.plan import Request, plan_of
 
     logs.configure("launch", "error")
