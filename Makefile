@@ -27,7 +27,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-leaving test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,7 +79,7 @@ types: $(VENV)/.test
 	$(RUN) -m mypy
 
 # Other tests have targets of their own, with what they need.
-HERE = not leaving and not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
+HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
 
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and $(HERE)" $(TESTS)
@@ -90,9 +90,6 @@ test-slow: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests that take 
 test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what they need was installed
 	@test -s .cache/skipped-tests.txt || { echo "the last run skipped nothing"; exit 2; }
 	$(RUN) -m pytest --require-all @.cache/skipped-tests.txt
-
-test-leaving: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of what will be removed
-	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m leaving $(TESTS)
 
 test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
