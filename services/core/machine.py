@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.core.errors import ConfigurationError
-from services.core.logs import get_logger
-
-log = get_logger(__name__)
 
 NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
 """Set by SkyPilot on every node of every task."""
@@ -266,8 +263,11 @@ def keeps_memory(setting: KeepMemory) -> bool:
 @cache
 def _log_kept(keeps: bool) -> None:
     """Log the decision of KEEP_MEMORY=auto, once each."""
+    # Here, because commands that never log start faster without it.
+    from services.core.logs import get_logger
+
     text = f"KEEP_MEMORY=auto: this process {'keeps' if keeps else 'returns'} what it frees"
-    log.info(text, node_gb=round(host_memory() / 1e9, 1))
+    get_logger(__name__).info(text, node_gb=round(host_memory() / 1e9, 1))
 
 
 def release_memory() -> None:

@@ -49,9 +49,10 @@ def endpoint(url: str) -> Endpoint:
     return Endpoint("127.0.0.1", int(url.rpartition(":")[2]))
 
 
-def test_the_calls_of_the_stock_example_work_unchanged(urls: dict[str, str]) -> None:
-    with httpx.Client(timeout=IDLE_SECONDS, trust_env=False) as client:
-        for url in urls.values():
+def test_the_calls_of_the_stock_example_work_unchanged(urls: dict[str, str], tmp_path: Path) -> None:
+    empty = replay_buffer(ReplaySettings(replay_dir=tmp_path))
+    with served_ready(empty) as replay, httpx.Client(timeout=IDLE_SECONDS, trust_env=False) as client:
+        for url in (urls["data"], urls["reward"], replay):
             assert client.get(f"{url}/health").json()["status"] == "healthy"
 
         prompts = client.get(f"{urls['data']}/prompts", params={"batch_size": 4}).json()["prompts"]
@@ -68,12 +69,12 @@ def test_the_calls_of_the_stock_example_work_unchanged(urls: dict[str, str]) -> 
             {"prompt": f"q{i}", "response": "r", "reward": float(i % 2), "ground_truth": "4", "step": i}
             for i in range(6)
         ]
-        added = client.post(f"{urls['replay']}/add", json={"experiences": experiences}).json()
+        added = client.post(f"{replay}/add", json={"experiences": experiences}).json()
         assert added["size"] == 6
-        sampled = client.post(f"{urls['replay']}/sample", json={"batch_size": 4, "prioritized": True}).json()
+        sampled = client.post(f"{replay}/sample", json={"batch_size": 4, "prioritized": True}).json()
         assert len(sampled["experiences"]) == 4
         assert all(experience in experiences for experience in sampled["experiences"])
-        stats = client.get(f"{urls['replay']}/stats").json()
+        stats = client.get(f"{replay}/stats").json()
         assert stats["size"] == 6
         assert stats["capacity"] == 100_000
 
