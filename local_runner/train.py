@@ -352,7 +352,8 @@ def _text(name: str, value: Any, inputs: Path | None = None) -> str:
     if isinstance(value, str | os.PathLike):
         return str(value)
     is_rows = name in ("dataset", "dataset_test")
-    if inputs is not None and (callable(value) or is_rows):
+    is_function = callable(value) and "model" not in name  # A model can be called, too, and is given by its name.
+    if inputs is not None and (is_function or is_rows):
         return str(_write_rows(name, value, inputs)) if is_rows else _write_function(name, value, inputs)
     try:
         if not is_rows:

@@ -93,6 +93,11 @@ def test_rows_that_cannot_be_written_are_refused_and_leave_no_run(here, rows, er
     assert not any(Path().glob("runs/*"))
 
 
+def test_a_model_is_given_by_its_name_alone(here):
+    with pytest.raises(TypeError, match="model_name is"):
+        train(model_name=object, job_group=here.group({TRAINER: trains}))
+
+
 def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here: Here):
     async def fails(node: Node) -> int:
         node.say("error: no such model")
