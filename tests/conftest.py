@@ -59,10 +59,9 @@ def kept_environment() -> Iterator[None]:
     """Undo what a test, or a program that it runs in this process, leaves in the environment."""
     before = dict(os.environ)
     yield
-    left = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    for name in left.keys() - {"PYTEST_CURRENT_TEST"}:
+    for name in os.environ.keys() - before.keys():
         del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if name not in os.environ})
+    os.environ.update(before)
 
 
 @pytest.hookimpl(wrapper=True)
