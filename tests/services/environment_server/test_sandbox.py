@@ -183,11 +183,11 @@ async def test_the_second_box_gets_files_alone(sandbox: Any, monkeypatch: pytest
         seen.clear()
         lurks = (
             "(while :; do echo 'print(1)' > main.py; grep -r 9182 . ; sleep 0.05; done) > /dev/null 2>&1 & "
-            "ln -s /etc/passwd link; mkfifo pipe; echo 'print(0)' > main.py; ls"
+            "ln -s /etc/passwd link; mkfifo pipe; ls"
         )
         assert "pipe" in said(await step(client, episode, 0, f"```bash\n{lurks}\n```"))
-        processes = await step(client, episode, 1, "```bash\ncat main.py; ls /proc | grep -c '^[0-9]'\n```")
-        assert said(processes).startswith("print(0)")
+        written = await step(client, episode, 1, "```bash\necho 'print(0)' > main.py; sleep 0.3; cat main.py\n```")
+        assert said(written) == "print(0)\n"
         done = await step(client, episode, 2, DONE)
         assert (done["status"], done["reward"]) == ("terminated", 0.0)
         first, second = list(dict.fromkeys(pid for pid, _, _ in seen))
