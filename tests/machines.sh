@@ -50,7 +50,7 @@ room() {
     bare) without bwrap chromium chromium-headless-shell ip gcc cc node -- "${run[@]}" ;;
     proxy) HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 http_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9 "${run[@]}" ;;
     locale) LC_ALL=C LANG=C "${run[@]}" ;;
-    tmpdir) mkdir -p "$rooms/temporary files" && TMPDIR="$rooms/temporary files" "${run[@]}" ;;
+    tmpdir) mkdir -p "$rooms/temporary" && TMPDIR=$rooms/temporary "${run[@]}" ;;
     nohup) nohup "${run[@]}" ;;
     busy) make --no-print-directory test-busy TESTS="${TESTS:-}" ;;
     *) "${run[@]}" ;;
