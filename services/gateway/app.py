@@ -31,7 +31,6 @@ from services.http.app import create_service_app
 from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError, refuse
 from services.http.server import has_left
-from services.protocol.chat import TOOLS
 from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -114,8 +113,6 @@ def _add_agent_routes(app: FastAPI, agents: Agents) -> None:
         ("POST", f"{MESSAGES.path}/count_tokens", agents.count_tokens),
         ("GET", f"{RESPONSES.path}/{{response_id}}", agents.find_response),
         ("GET", "/models", agents.list_models),
-        ("GET", "/tools", agents.list_tools),
-        ("POST", "/tools", agents.call_tool),
     ]
     options: dict[str, Any] = {"tags": ["agents"], "route_class_override": AgentRoute}
     body = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
@@ -211,14 +208,6 @@ class Agents:
     async def list_models(self, _http: Request, _session: Session) -> dict[str, Any]:
         """Return the content of GET /models."""
         return self._gateway.models()
-
-    async def list_tools(self, _http: Request, _session: Session) -> list[dict[str, Any]]:
-        """Return the content of GET /tools."""
-        return TOOLS
-
-    async def call_tool(self, http: Request, session: Session) -> dict[str, Any]:
-        """Return the message with a tool's output."""
-        return await self._gateway.tools.call(session, await _json_object(http))
 
     async def _read(self, api: Api, http: Request, session: Session) -> ChatRequest:
         body: Mapping[str, Any] = await _json_object(http)
