@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from prometheus_client import Gauge
-from torch.profiler import profile
 
 from services.core.logs import get_logger
 from services.embedded_engine.adapters import Adapter
@@ -75,7 +74,6 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._weight_changes: deque[Callable[[], None]] = deque()
         self._is_stopping = False
-        self._profile: profile | None = None
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -228,29 +226,6 @@ class Engine:
     def drain(self) -> Future[None]:
         """Return a future that is resolved once nothing runs, or at once if paused; new requests wait meanwhile."""
         return self._between_steps(lambda: None, changes_weights=True)
-
-    def begin_profile(self) -> Future[None]:
-        """Begin to record what the thread does; the result is NotIdleError while something is recorded."""
-
-        def begin() -> None:
-            if self._profile is not None:
-                raise NotIdleError("a profile is being recorded; end it first")
-            self._profile = profile(profile_memory=True)
-            self._profile.start()
-
-        return self._between_steps(begin)
-
-    def end_profile(self) -> Future[profile]:
-        """End the recording; the result is what was recorded, or NotIdleError if nothing was."""
-
-        def end() -> profile:
-            if self._profile is None:
-                raise NotIdleError("no profile is being recorded")
-            recorded, self._profile = self._profile, None
-            recorded.stop()
-            return recorded
-
-        return self._between_steps(end)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of running and waiting work; approximate, because the thread works meanwhile."""

@@ -189,7 +189,7 @@ class RunSection(ModelSettings, MethodSettings, ModeSection, AsynchronousSection
     (TRACKIO_SPACE_ID and others; unset, its files are in SHARED_DIR/trackio), `mlflow` (MLFLOW_TRACKING_URI). `auto`:
     `wandb` if WANDB_API_KEY is set. A resumed run continues its curve there."""
     profile_steps: Annotated[str, AfterValidator(_named_steps)] = ""
-    """Profile these steps, such as `10` or `10:12`, on rank 0 and in all engines: the directory `profile` of the run
+    """Profile these steps, such as `10` or `10:12`, on rank 0 and in SGLang: the directory `profile` of the run
     has traces of the processor and the GPU for Perfetto, a snapshot of the trainer's GPU memory, and a timeline of
     phases and groups."""
 
