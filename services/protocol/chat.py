@@ -23,11 +23,9 @@ class ChatAnswer(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """A token of an answer, with the likeliest tokens in its place."""
+    """A token of an answer."""
 
-    token: str = ""
     logprob: float
-    top_logprobs: list[TokenLogprob] = Field(default_factory=list)
 
 
 class ChatLogprobs(BaseModel):
