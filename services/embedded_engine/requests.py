@@ -56,7 +56,7 @@ class EngineState:
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
     adapter_path: str = ""
-    """The directory of the LoRA adapter in use, if any, or SGLang's word for an adapter that came as tensors."""
+    """The directory of the LoRA adapter in use, if any."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change."""
 

@@ -11,7 +11,7 @@ import asyncio
 import base64
 import binascii
 from asyncio import wrap_future
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor
 from services.core import machine
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.adapters import Adapter, pack_adapter, read_adapter, unpickle_tensors
+from services.embedded_engine.adapters import read_adapter
 from services.embedded_engine.model import Weights
 from services.embedded_engine.requests import EngineState, state_of
 from services.embedded_engine.weights import Architecture, WeightsError, check, check_finite
@@ -44,8 +44,6 @@ JOIN_SECONDS = 120.0
 """Longest wait until all members of a broadcast group have met."""
 BROADCAST_SECONDS = 120.0
 """Longest wait for one tensor or bucket of a broadcast."""
-FROM_TENSORS = "__tensor__"
-"""SGLang's path of an adapter that has none."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -364,17 +362,6 @@ class LoadAdapter(BaseModel):
     lora_path: str
 
 
-class LoadAdapterFromTensors(BaseModel):
-    """Body of /load_lora_adapter_from_tensors: PEFT's configuration, and a pickled dictionary of tensors in base64.
-
-    There is one pickle for each tensor-parallel rank.
-    """
-
-    lora_name: str = Field(min_length=1)
-    config_dict: dict[str, Any]
-    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1)
-
-
 class UnloadAdapter(BaseModel):
     """Body of /unload_lora_adapter."""
 
@@ -394,29 +381,12 @@ async def load_lora_adapter(body: LoadAdapter, http: Request) -> Any:
     state = state_of(http)
     model = state.loaded.model
     read = partial(read_adapter, Path(body.lora_path), model.architecture, model.device)
-    return await _load_adapter(state, body.lora_name, body.lora_path, read)
-
-
-@router.post("/load_lora_adapter_from_tensors", tags=["weights"])
-async def load_lora_adapter_from_tensors(body: LoadAdapterFromTensors, http: Request) -> Any:
-    """Load an adapter that comes with the request. Requests in flight end first, unless generation is paused."""
-    state = state_of(http)
-
-    def read() -> Adapter:
-        model = state.loaded.model
-        tensors = unpickle_tensors(_decoded(body.serialized_named_tensors[0]))
-        return pack_adapter(body.config_dict, tensors, model.architecture, model.device, "the adapter")
-
-    return await _load_adapter(state, body.lora_name, FROM_TENSORS, read)
-
-
-async def _load_adapter(state: EngineState, name: str, path: str, read: Callable[[], Adapter]) -> Any:
     async with state.update_lock:
         if state.engine.adapter_name is not None:
             raise WeightsError(f"{state.engine.adapter_name} is loaded already; unload it first")
-        await wrap_future(state.engine.change_adapter(await in_background(read), name))
-        state.adapter_path = path
-    return _reply("adapter loaded", name=name, path=path)
+        await wrap_future(state.engine.change_adapter(await in_background(read), body.lora_name))
+        state.adapter_path = body.lora_path
+    return _reply("adapter loaded", name=body.lora_name, path=body.lora_path)
 
 
 @router.post("/unload_lora_adapter", tags=["weights"])

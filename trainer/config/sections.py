@@ -514,8 +514,8 @@ class PublishingSection(Settings):
     """The transfer of new weights to the rollout workers."""
 
     publish_transport: Transport = Transport.DISK
-    """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo, and LoRA adapters over HTTP.
-    `local`: in memory that the trainer shares with engines on its host; whole weights only."""
+    """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo; LoRA adapters are read from the
+    volume all the same. `local`: in memory that the trainer shares with engines on its host; whole weights only."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
     with the chance that makes their mean exact. The trainer computes with the rounded weights, too."""
