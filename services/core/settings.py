@@ -76,8 +76,6 @@ class Settings(BaseSettings):
     recoveries."""
     log_level: str = Field("info", pattern=r"^(debug|info|warning|error)$")
     """debug, info, warning or error."""
-    log_format: str = Field("text", pattern=r"^(text|json)$")
-    """`text`, or `json` for one object a line. [advanced]"""
 
     @model_validator(mode="after")
     def _no_user_in_url(self) -> Self:
