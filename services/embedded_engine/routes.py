@@ -104,26 +104,6 @@ def _logprobs(request: Request, sequence: Sequence) -> dict[str, Any]:
     return fields
 
 
-class AbortRequest(BaseModel):
-    """Body of /abort_request."""
-
-    rid: str = ""
-    abort_all: bool = False
-
-
-@router.post("/abort_request", tags=["generation"])
-async def abort_request(body: AbortRequest, http: HttpRequest) -> Any:
-    """End a request, or all; their answers have the tokens sampled so far."""
-    if not body.rid and not body.abort_all:
-        raise ProblemError(400, "give a rid, or abort_all")
-
-    def matches(sequence: Sequence) -> bool:
-        return body.abort_all or body.rid in (sequence.request.rid, sequence.id)
-
-    ended = await wrap_future(state_of(http).engine.abort(matches, "aborted by request"))
-    return {"success": True, "message": f"ended {ended} sequences"}
-
-
 @router.get("/model_info", tags=["information"])
 @router.get("/get_model_info", tags=["information"], include_in_schema=False)
 async def model_info(http: HttpRequest) -> Any:

@@ -87,7 +87,7 @@ async def test_a_request_that_is_aborted_before_its_prompt_is_computed_is_answer
         async with asyncio.timeout(IDLE_SECONDS):
             while not (await client.get("/stats")).json()["waiting"]:  # noqa: ASYNC110  # it has no event for it
                 await asyncio.sleep(0.001)
-        await client.post("/abort_request", json={"abort_all": True})
+        await client.post("/pause_generation", json={"mode": "abort"})
         reply = await waiting
         assert reply.status_code == 200
         for record in reply.json():

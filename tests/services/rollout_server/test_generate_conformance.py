@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,26 +125,6 @@ def test_what_cannot_be_done_is_refused_with_400(server: Nodes) -> None:
     ):
         assert generate(server, **wrong).status_code == 400, wrong
     assert generate(server).status_code == 200
-
-
-def test_an_aborted_request_answers_200_with_what_it_has(server: Nodes) -> None:
-    replies: list[httpx.Response] = []
-
-    def ask() -> None:
-        replies.append(generate(server, rid="to-be-aborted", max_new_tokens=240, ignore_eos=True))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive():
-        assert server.post(server.worker(), "/abort_request", {"rid": "to-be-aborted"}).status_code == 200
-        time.sleep(0.01)
-    reply = replies[0].json()
-    kind = reply["meta_info"]["finish_reason"]["type"]
-    # It may have ended before the abort came.
-    assert kind in ("abort", "length")
-    assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
-    if kind == "abort":
-        assert len(reply["output_ids"]) < 240
 
 
 @pytest.mark.parametrize("seed_each", [False, True], ids=["a request a prompt", "a request a completion"])
