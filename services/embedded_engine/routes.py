@@ -156,7 +156,7 @@ class PauseRequest(BaseModel):
 
 @router.post("/pause_generation", tags=["control"])
 async def pause_generation(body: PauseRequest, http: HttpRequest) -> Any:
-    """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later, ``in_place`` keeps them."""
+    """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later."""
     paused = await wrap_future(state_of(http).engine.pause(body.mode))
     return {"success": True, "message": f"paused {paused} sequences"}
 

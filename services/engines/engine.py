@@ -36,7 +36,7 @@ from services.weights.policy_store import ADAPTER_NAME
 
 Requests = Literal["finish", "continue", "abort"]
 """The fate of the requests in flight while an engine is held; see ``Engine.hold``."""
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract"]
 
 ASLEEP = " asleep"
 """The end of the version that a sleeping engine reports. The engine's own process keeps this mark, so an engine that
@@ -308,10 +308,7 @@ class Engine(HttpClient):
             await self.pause("retract")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generation.
-
-        ``in_place`` keeps requests and their caches, ``retract`` keeps requests only, ``abort`` ends requests.
-        """
+        """Pause generation: ``retract`` keeps requests without their caches, ``abort`` ends requests."""
         await self._ask("POST", "/pause_generation", {"mode": mode})
 
     async def drain(self) -> None:

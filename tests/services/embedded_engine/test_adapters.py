@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from services.embedded_engine.adapters import pack_adapter, read_adapter
 from services.embedded_engine.app import create_app
-from services.embedded_engine.engine import NotIdleError
 from services.embedded_engine.loading import load
 from services.embedded_engine.scheduler import Request
 from services.embedded_engine.weights import WeightsError
@@ -128,16 +127,6 @@ def test_requests_end_when_their_adapter_does_not_come_back(engine: RunningEngin
     finish = other.result(IDLE_SECONDS).sequences[0].finish
     assert finish is not None
     assert finish["type"] == "length"
-
-
-def test_an_adapter_stays_while_requests_are_paused_in_place(engine: RunningEngine, adapters: list[Path]) -> None:
-    load_into(engine, adapters[0])
-    started = threading.Event()
-    engine.submit(use_adapter=True, max_new_tokens=200, on_progress=lambda _: started.set())
-    assert started.wait(IDLE_SECONDS)
-    engine.engine.pause("in_place").result(IDLE_SECONDS)
-    with pytest.raises(NotIdleError, match="paused in place"):
-        load_into(engine, adapters[1])
 
 
 def test_an_adapter_that_does_not_fit_is_refused(engine: RunningEngine, adapters: list[Path]) -> None:
