@@ -37,9 +37,12 @@ NEUTRAL: dict[str, Any] = {
     "spaces_between_special_tokens": True,
     "stream_interval": 1,
     "log_metrics": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
     "tool_choice": "auto",
 }
-"""The values that change nothing of fields that this engine lacks; nor do empty ones, 0 and false."""
+"""The values that change nothing of fields that this engine lacks; nor do empty ones, 0 and false. The router adds some
+of them."""
 MAX_LENGTH = 2**31 - 1
 """Chat completions without a limit end at the context length."""
 

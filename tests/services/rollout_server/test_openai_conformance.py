@@ -47,9 +47,9 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, server: No
         return create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0, **options).choices[0]
 
     text = answer().message.content
-    assert len(text) >= 2
-    cut = answer(stop=text[1])
-    assert (cut.message.content, cut.finish_reason) == (text[: text.index(text[1])], "stop")
+    assert text
+    cut = answer(stop=text[-1])
+    assert (cut.message.content or "", cut.finish_reason) == (text[: text.index(text[-1])], "stop")
 
 
 def test_the_models_are_listed_and_what_cannot_be_done_or_has_a_wrong_key_is_refused(
