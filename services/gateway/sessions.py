@@ -27,7 +27,7 @@ from services.protocol.sessions import (
 
 
 class Asker:
-    """What the headers of a request say of earlier attempts to send it."""
+    """The headers of a request that tell of earlier attempts to send it."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         key = headers.get("idempotency-key")
