@@ -108,7 +108,7 @@ test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's re
 test-oracles: $(VENV)-oracles/.oracles $(MODEL)/config.json  ## the algorithm against the real verl and TRL, the evaluation against lm-eval and on Ray, which it installs: 1.7 GB
 	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py tests/evaluation/test_lm_eval.py tests/evaluation/test_clusters.py tests/scripts/test_groups.py -m oracles --require-all
 
-test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv, which it installs: 500 MB
+test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB
 	OPENENV_PYTHON=$(abspath $(VENV))-openenv/bin/python $(RUN) -m pytest tests/openenv -m openenv --require-all
 
 test-cuda: $(VENV)-cuda/.cuda  ## the trainer's CUDA code on a pretended H100, with the CUDA build of torch, which it installs: 5 GB; with gcc
@@ -204,11 +204,15 @@ $(VENV)-oracles/.oracles: pyproject.toml constraints.txt | python-version
 	$(VENV)-oracles/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verl==0.9.1
 	@touch $@
 
-# The last line writes the bytecode, without which each import takes a minute.
+# verifiers pins mcp 2, openenv's fastmcp a lower one; verifiers' part that is tested needs none. The last line writes the
+# bytecode, without which each import takes a minute.
 $(VENV)-openenv/.openenv: | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-openenv
-	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile openenv==0.10.0
-	$(VENV)-openenv/bin/python -c 'import openenv.core'
+	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile openenv==0.10.0 'openai<3' \
+		aiohttp anthropic gepa loguru math-verify msgpack 'prime-pydantic-config[toml]' prime-runs prime-sandboxes prime-tunnel pyzmq \
+		renderers tenacity
+	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verifiers==0.4.0
+	$(VENV)-openenv/bin/python -c 'import openenv.core, verifiers.v1'
 	@touch $@
 
 # The trainer as jobgroup.yaml installs it on GPU nodes.

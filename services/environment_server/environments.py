@@ -140,16 +140,29 @@ class Tasks(ABC):
         """Return the environment for the episode of a seed."""
         return self.maker()(seed)
 
-    def maker(self, split: str | None = None) -> Callable[[int], Conversation]:
-        """Return a function from seeds to environments of the tasks that the seeds draw from a split.
+    def maker(self, split: str | None = None, index: int | None = None) -> Callable[[int], Conversation]:
+        """Return a function from seeds to environments: of one task, or of the tasks that the seeds draw from a split.
+
+        Raises:
+            ProblemError: the split or the task does not exist.
+        """
+        name = next((name for name, size in self.splits.items() if size), "") if split is None else split
+        size = self.size(name)
+        if index is None:
+            return lambda seed: self.make(name, random.Random(seed).randrange(size))
+        if index >= size:
+            raise ProblemError(400, f"index is {index}; {name} has {size} tasks")
+        return lambda _seed: self.make(name, index)
+
+    def size(self, split: str) -> int:
+        """Return the number of tasks of a split.
 
         Raises:
             ProblemError: the split does not exist.
         """
-        name = next((name for name, size in self.splits.items() if size), "") if split is None else split
-        if name not in self.splits:
-            raise ProblemError(400, f"split is {name[:60]!r}; there are {', '.join(self.splits)}")
-        return lambda seed: self.make(name, random.Random(seed).randrange(self.splits[name]))
+        if split not in self.splits:
+            raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
+        return self.splits[split]
 
     @abstractmethod
     def make(self, split: str, index: int) -> Conversation:

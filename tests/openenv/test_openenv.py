@@ -1,21 +1,25 @@
-"""A server made with OpenEnv 0.10's package; `make test-openenv` runs it."""
+"""OpenEnv 0.10's own client, verifiers' taskset, and a server made with the package; `make test-openenv` runs them."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import httpx
+import numpy as np
 import pytest
 
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from tests.ports import free_port
 from tests.services.conftest import serving as serving  # a fixture
+from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.openenv
@@ -32,6 +36,35 @@ def package() -> None:
 
 def server(environment: str) -> Any:
     return create_app(EnvironmentSettings(environment=environment, environment_server_name="test-server"))
+
+
+def balanced_steps(seed: int) -> tuple[list[float], int]:
+    environment = gymnasium.make("CartPole-v1")
+    first, _ = environment.reset(seed=seed)
+    steps, done = 0, False
+    while not done:
+        _, _, terminated, truncated, _ = environment.step(1)
+        steps, done = steps + 1, terminated or truncated
+    return first, steps
+
+
+def test_the_packages_client_and_verifiers_play_here_unchanged() -> None:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served_ready(server(name))) for name in ("CartPole-v1", "guessing")]
+        done = subprocess.run(
+            [PYTHON, ROOT / "tests/openenv/play.py", *urls],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    first, steps = balanced_steps(7)
+    assert np.allclose(told["cartpole"]["first"]["state"], first)
+    assert (told["cartpole"]["rewards"], told["cartpole"]["steps"]) == ([1.0] * steps, steps)
+    assert "EXECUTION_ERROR" in told["cartpole"]["refusal"]
+    assert told["verifiers"]["rewards"] == [1.0] * 3
 
 
 @pytest.fixture

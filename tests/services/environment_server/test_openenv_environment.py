@@ -23,7 +23,7 @@ from services.environment_server.openenv_environment import (
     messages_of,
 )
 from tests.ports import free_port
-from tests.services.run_page.serving import served
+from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS
 
 MOVE = {
@@ -31,6 +31,39 @@ MOVE = {
     "required": ["x", "y"],
 }
 SAY = {"properties": {"text": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["text"]}
+
+
+async def steps(client: Any, episode: str, *actions: Any) -> list[dict[str, Any]]:
+    results = []
+    for number, action in enumerate(actions):
+        item = {"episode": episode, "step": number, "action": action}
+        results.append((await client.post("/step", json={"steps": [item]})).json()["results"][0])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("environment", "actions"),
+    [("CartPole-v1", [1] * 15), ("Pendulum-v1", [[0.5], [-0.25]]), ("guessing", ["50", "no idea", "0", "-1", "7"])],
+)
+async def test_an_environment_behind_openenv_plays_as_it_does_here(
+    serving: Any, app: Any, environment: str, actions: list[Any]
+) -> None:
+    options = {"environment_max_steps": 5} if environment == "guessing" else {}
+    with served_ready(app(environment=environment, **options)) as url:
+        async with (
+            serving(app(environment=f"openenv+{url}")) as through,
+            serving(app(environment=environment, **options)) as here,
+        ):
+            begun = [(await client.post("/reset", json={"seed": 5})).json() for client in (through, here)]
+            assert begun[0]["environment"]["state"] == begun[1]["environment"]["state"]
+            assert begun[0]["environment"]["action"] == begun[1]["environment"]["action"]
+            assert begun[0]["episodes"][0]["state"] == begun[1]["episodes"][0]["state"]
+            played = [
+                await steps(client, reply["episodes"][0]["episode"], *actions)
+                for client, reply in zip((through, here), begun, strict=True)
+            ]
+            comparable = [[{**r, "episode": None, "detail": None} for r in results] for results in played]
+            assert comparable[0] == comparable[1]
 
 
 @asynccontextmanager
@@ -165,16 +198,14 @@ def test_a_single_field_that_is_not_text_is_the_answers_json() -> None:
 
 
 async def test_a_server_that_starts_later_is_waited_for_and_another_one_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = asyncio.Event()
     monkeypatch.setattr("services.http.client.log", SimpleNamespace(warning=lambda *_, **__: waits.set()))
     port = free_port()
     asking = asyncio.create_task(ask_for_forms(f"openenv+http://127.0.0.1:{port}", IDLE_SECONDS))
     await waits.wait()
-    schemas = FastAPI()
-    schemas.get("/schema")(lambda: {"action": SAY, "observation": {}})
-    with served(schemas, port) as url:
+    with served(app(environment="guessing"), port) as url:
         assert (await asking)[0] == url
     with (
         served(FastAPI()) as other,

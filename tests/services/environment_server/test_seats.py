@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
+from tests.services.environment_server.test_openenv_server import playing
+from tests.services.run_page.serving import served_ready
 
 ODD = "tests.services.environment_server.odd_environments"
 
@@ -29,6 +31,14 @@ async def test_a_game_whose_rewards_are_not_one_a_seat_is_lost(serving: Any, app
         [result] = (await client.post("/step", json={"steps": [item]})).json()["results"]
         assert result["status"] == "lost"
         assert "2 seats" in result["detail"]
+
+
+async def test_a_session_of_openenv_refuses_a_game_of_two_seats(app: Any) -> None:
+    with served_ready(app(environment="nim")) as url:
+        async with playing(url) as player:
+            frame = await player.say("reset", {"seed": 1})
+            assert (frame["type"], frame["data"]["code"]) == ("error", "VALIDATION_ERROR")
+            assert "2 seats" in frame["data"]["message"]
 
 
 async def test_a_server_that_pushes_refuses_a_game_of_two_seats(serving: Any, app: Any) -> None:
