@@ -25,7 +25,7 @@ RESERVED = frozenset({*ARGUMENTS, *BATCHED.values(), "messages", "group"})
 """Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
 JUDGES = ("judge", "judge_group")
 """The rewards that a judge gives: by a rubric, and relative to the group."""
-_WITHOUT_TRUTH = frozenset({"format", "code", *JUDGES})
+_WITHOUT_TRUTH = frozenset({"format", "reward_model", "code", *JUDGES})
 """The built-in rewards that need no ground truth: `code` reads tests in other columns, too, and a judge's rubric may
 name the ground truth."""
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")

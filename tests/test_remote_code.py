@@ -19,6 +19,7 @@ from services.data_server import dataset_rows
 from services.data_server.settings import DataSettings
 from services.embedded_engine.loading import load
 from services.engines.settings import RolloutSettings
+from services.reward_server.reward_model import RewardModel
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
@@ -33,6 +34,7 @@ def load_in_trainer(directory: str, *, trust: bool = False) -> None:
 LOADERS: dict[str, Callable[[str], object]] = {
     "data-server": load_tokenizer,
     "embedded engine": lambda directory: load(RolloutSettings(model_name=directory)),
+    "reward model": RewardModel,
     "trainer": load_in_trainer,
 }
 
@@ -97,7 +99,7 @@ def test_a_models_code_is_executed_where_a_setting_says_so(
     assert marker.exists()
 
 
-@pytest.mark.parametrize("component", ["embedded engine", "trainer"])
+@pytest.mark.parametrize("component", ["embedded engine", "reward model", "trainer"])
 def test_pickled_weights_are_not_executed(component: str, tiny_model: Path, tmp_path: Path, marker: Path) -> None:
     without_weights = shutil.ignore_patterns("*.safetensors*")
     directory = shutil.copytree(tiny_model, tmp_path / "given", ignore=without_weights)

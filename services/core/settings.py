@@ -271,7 +271,7 @@ class RewardFunctionSettings(Settings):
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
     `math` (the last answer equals the ground truth; docs/guides/data.md), `exact_match` (the whole text does), `format`
     (an answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question
-    scores the answer), `code` (the row's tests are run on the program in the last fenced block;
+    scores the answer), `reward_model`, `code` (the row's tests are run on the program in the last fenced block;
     docs/guides/code.md), and the judges `judge` and `judge_group`; `module:function` is a function of
     your own, called with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens
     and finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have. The data-server

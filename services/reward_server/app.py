@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.logs import get_logger
+from services.core.tasks import in_background
 from services.http.app import create_service_app
 from services.http.problems import unknown_source
 from services.protocol.base import Health
@@ -21,7 +22,7 @@ from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, Rewa
 from services.reward_server.code import CodeReward
 from services.reward_server.judging import START_SECONDS, judge_of
 from services.reward_server.pool import WorkerPool
-from services.reward_server.scoring import Scorer
+from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings
 
 log = get_logger(__name__)
@@ -48,6 +49,10 @@ class Rewards:
         async with AsyncExitStack() as stack:
             if self.judge is not None:
                 await stack.enter_async_context(self.judge.serving(self._judge_seconds))
+            if self.settings.reward_model is not None:
+                neural = await _start_reward_model(self.settings, stack)
+                for scorer in self.scorers.values():
+                    scorer.neural = neural
             if self.code is not None:
                 stack.push_async_callback(self.code.stop)
                 await self.code.start()
@@ -135,8 +140,25 @@ def create_app(settings: RewardSettings) -> FastAPI:
 
 def _check(settings: RewardSettings) -> None:
     names = settings.names
+    if ("reward_model" in names) != (settings.reward_model is not None):
+        raise ConfigurationError("REWARD_MODEL and the reward `reward_model` in REWARD_FN need each other; set both")
     # Without this check a worker would report that REWARD_FN is wrong.
     for name, package, extras in _PACKAGES:
         if name in names and importlib.util.find_spec(package) is None:
             needed = package.replace("_", "-")
             raise ConfigurationError(f"the reward `{name}` needs {needed}; run: {install_command(*extras)}")
+
+
+async def _start_reward_model(settings: RewardSettings, stack: AsyncExitStack) -> NeuralReward:
+    """Load REWARD_MODEL and let it serve until ``stack`` closes; ConfigurationError where it cannot be loaded."""
+    try:
+        from services.reward_server.reward_model import RewardModel
+    except ImportError as error:
+        raise ConfigurationError(
+            f"REWARD_MODEL needs torch and transformers ({error}); run: {install_command('reward', 'reward-model')}"
+        ) from error
+    name = settings.reward_model
+    assert name is not None
+    model = await in_background(lambda: RewardModel(name))
+    await stack.enter_async_context(model.serving())
+    return model.score

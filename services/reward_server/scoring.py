@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,10 +38,11 @@ T = TypeVar("T")
 Part = tuple[WeightedFunction, Evaluation]
 _OWN = WeightedFunction("agent", 1.0)
 """Stands for the functions that score an answer alone, where an agent gave its episode a reward of its own."""
+NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
 
 
 class Scorer:
-    """The reward functions of the settings, with the pools and the judge that some of them need."""
+    """The reward functions of the settings, with the pools, the model and the judge that some of them need."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Scorer:
         self._relative = [function for function in settings.functions if function.name in RELATIVE]
         self._deciders = settings.deciders
         self._pool = pool
+        self.neural: NeuralReward | None = None
         self._judge, self._code = judge, code
         self._verdicts: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
@@ -144,6 +146,9 @@ class Scorer:
                 assert self._judge is not None
                 assert self._rubric is not None
                 return self._judge.score(item, self._rubric)
+            case "reward_model":
+                assert self.neural is not None
+                return self.neural(item)
             case "code":
                 assert self._code is not None
                 return self._code.score(item)

@@ -19,8 +19,10 @@ from services.sandbox.backends import BackendName, Interpreter
 
 RELATIVE = ("judge_group",)
 """The rewards of answers relative to the others of their group, which an answer alone does not have."""
-BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "code", *JUDGES)
-_IN_PROCESS = ("exact_match", "format", "code", *JUDGES)
+BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model", "code", *JUDGES)
+_SCORES = ("reward_model", *JUDGES)
+"""The rewards whose values are scores on a scale of their own, not verdicts."""
+_IN_PROCESS = ("exact_match", "format", "reward_model", "code", *JUDGES)
 """The rewards that need no worker: they are safe on any text, or run it in boxes."""
 
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d*\.?\d+(?:[eE][-+]?\d{1,2})?))?")
@@ -79,7 +81,7 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
 
     accuracy_fn: str | None = None
     """The part of REWARD_FN by which an answer is right: where its value, before its weight, is at least 1. Unset:
-    `math`, else the first part that has a value, except judges, `format` beside others, and parts of
+    `math`, else the first part that has a value, except judges, `reward_model`, `format` beside others, and parts of
     negative weight. Without such a part there is no accuracy."""
     reward_workers: int = Field(2, ge=1, le=64)
     """Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run functions of your
@@ -92,6 +94,10 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     reward_memory_mb: int = Field(256, ge=16)
     """Memory that one answer may add to what a worker has at its start, on Linux; an answer that takes more is
     wrong."""
+    reward_model: str | None = None
+    """Sequence classification model of the `reward_model` reward, by hub name or directory; its one logit is the
+    reward. Conversations of more tokens than it has positions, or than 32,768, have none; nothing is cut off."""
+
     code_score: CodeScore = CodeScore.ALL
     """The reward `code`: `all`, 1 if every test of the row passes and 0 otherwise; `share`, the share that passes, with
     which many easy tests reward a program that solves only these."""
@@ -132,7 +138,7 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
         """The parts of the reward of which the first that has a value says whether an answer is right."""
         if self.accuracy_fn is not None:
             return [self.accuracy_fn]
-        others = JUDGES if len(self.functions) == 1 else (*JUDGES, "format")
+        others = _SCORES if len(self.functions) == 1 else (*_SCORES, "format")
         names = [f.name for f in self.functions if f.weight >= 0 and f.name not in others]
         return sorted(names, key=lambda name: name != "math")
 

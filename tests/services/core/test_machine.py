@@ -28,6 +28,7 @@ from services.embedded_engine.loading import load
 from services.engines.settings import EngineSettings, RolloutSettings
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.torch_policy import TorchPolicy
+from services.reward_server.reward_model import RewardModel
 from tests.tolerance import BOTH_TYPES
 from tests.waiting import LIMIT_SECONDS
 from trainer.config import TrainerSettings
@@ -73,8 +74,9 @@ def test_the_drivers_version_is_read_from_its_file(monkeypatch: pytest.MonkeyPat
     [
         lambda: load(EngineSettings.load(model_name="no/model")),
         lambda: TorchPolicy("policy", Path("no-file"), HeadSettings.load()),
+        lambda: RewardModel("no/model"),
     ],
-    ids=["embedded engine", "evaluation head"],
+    ids=["embedded engine", "evaluation head", "reward model"],
 )
 def test_no_program_computes_on_the_processor_of_a_node_with_gpus(
     monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]

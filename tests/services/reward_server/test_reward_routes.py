@@ -26,12 +26,13 @@ def test_the_part_that_says_whether_an_answer_is_right_is_chosen_and_its_absence
         ("my_rewards:f,math,exact_match", None, ["math", "my_rewards:f", "exact_match"]),
         ("my_rewards:short=-1,format,my_rewards:f", None, ["my_rewards:f"]),
         ("format", None, ["format"]),
+        ("reward_model", None, []),
         ("judge,format=0.2", None, []),
         ("judge_group,judge", None, []),
         ("judge,format=0.2", "judge", ["judge"]),
         ("math,my_rewards:f", "my_rewards:f", ["my_rewards:f"]),
     ):
-        settings = RewardSettings(reward_fn=text, accuracy_fn=named, **JUDGED)
+        settings = RewardSettings(reward_fn=text, accuracy_fn=named, reward_model="m", **JUDGED)
         assert settings.deciders == deciders, text
         assert (settings.caution is None) == bool(deciders), text
     with capture_logs() as logs:
@@ -48,6 +49,9 @@ def test_rewards_that_do_not_exist_or_lack_a_setting_are_refused(monkeypatch: py
         if text:
             with pytest.raises(ConfigurationError, match="REWARD_FN"):
                 RewardSettings.load(reward_fn=text)
+    for options in ({"reward_fn": "reward_model"}, {"reward_model": "x"}):
+        with pytest.raises(ConfigurationError, match="REWARD_MODEL"):
+            create_app(RewardSettings(**options))
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigurationError, match=r"\[reward\]"):
         create_app(RewardSettings.load())
