@@ -145,9 +145,8 @@ def replay_figures(args: argparse.Namespace) -> Iterator[Figure]:
         environment = {"REPLAY_DIR": directory}
         with running("replay_buffer", **environment) as service:
             yield Figure("groups added", count / _add(service.port, count), "1/s")
-            for strategy in ("priority", "recency", "uniform"):
-                latencies = asyncio.run(_sample(service.port, strategy, 30 if args.quick else 200))
-                yield percentile(f"64 of {count} by {strategy}", 99, latencies)
+            latencies = asyncio.run(_sample(service.port, 30 if args.quick else 200))
+            yield percentile(f"64 of {count} by priority", 99, latencies)
             yield Figure(f"{count} groups, memory", service.memory_mb(), "MB")
             disk = sum(file.stat().st_blocks * 512 for file in Path(directory).iterdir()) / 1e6
             yield Figure(f"{count} groups, disk", disk, "MB")
@@ -199,13 +198,13 @@ def _add(port: int, count: int) -> float:
     return seconds
 
 
-async def _sample(port: int, strategy: str, requests: int) -> list[float]:
+async def _sample(port: int, requests: int) -> list[float]:
     """Return the latencies in ms of drawing 64 groups."""
     chooser = random.Random(0)
     latencies = []
     async with connect(port) as connection:
         for _ in range(requests):
-            request = {"batch_size": 64, "strategy": strategy, "correction": 0.4, "seed": chooser.randrange(2**32)}
+            request = {"batch_size": 64, "correction": 0.4, "seed": chooser.randrange(2**32)}
             started = time.perf_counter()
             reply = await connection.request("POST", "/groups/sample", orjson.dumps(request), accept=GROUPS_TYPE)
             latencies.append(1e3 * (time.perf_counter() - started))

@@ -20,9 +20,8 @@ from services.run_page.directory import RUNNING, START_MARK, Run, find_run, name
 from services.run_page.records import Position, read_lines
 
 POLL_SECONDS = 0.2
-TIMESTAMP = re.compile(r'(?:\{.*?"timestamp": ?")?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)')
-"""The time at the start of a line, or in the object of LOG_FORMAT=json. The runner's own lines have local time
-and do not match."""
+TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)")
+"""The time at the start of a line. The runner's own lines have local time and do not match."""
 NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
 
 Names = Annotated[

@@ -23,8 +23,8 @@ BATCHED = {"prompt": "prompts", "response": "completions"}
 """The parameters of a reward function of TRL's form, which takes lists and returns a list."""
 RESERVED = frozenset({*ARGUMENTS, *BATCHED.values(), "messages", "group"})
 """Names of parameters that never mean a column; ``row`` has the columns of these names, too."""
-JUDGES = ("judge", "judge_soft", "judge_group")
-"""The rewards that a judge gives: by a rubric, by the probability of "yes", and relative to the group."""
+JUDGES = ("judge", "judge_group")
+"""The rewards that a judge gives: by a rubric, and relative to the group."""
 _WITHOUT_TRUTH = frozenset({"format", "reward_model", "code", *JUDGES})
 """The built-in rewards that need no ground truth: `code` reads tests in other columns, too, and a judge's rubric may
 name the ground truth."""

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 MAX_PIECES = 512
 """Texts whose tokens a TextCodec keeps."""
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTES = {chr(byte): byte for byte in _PRINTABLE}
-_BYTES |= {chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
-"""The bytes by the characters that stand for them in vocabularies of byte-level BPE."""
 
 
 def import_transformers_alone() -> None:
@@ -98,8 +94,6 @@ class TextCodec:
         is_plain = all(getattr(type(tokenizer), name, 0) is getattr(TokenizersBackend, name) for name in methods)
         self._backend = tokenizer.backend_tokenizer if is_plain else None
         self._boundary = _boundary(tokenizer) if is_plain else None
-        self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._decoder = str(tokenizer.backend_tokenizer.decoder) if is_plain else ""
         self._encode_piece = functools.lru_cache(maxsize=MAX_PIECES)(self._encode)
 
     def encode(self, text: str) -> list[int]:
@@ -118,17 +112,6 @@ class TextCodec:
             text = self._tokenizer.decode(list(ids), **options)
         assert isinstance(text, str)
         return text
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token of the vocabulary stands for, which may be a part of a character."""
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if not isinstance(piece, str) or token in self._added:
-            return self.decode([token]).encode()
-        if "ByteLevel" in self._decoder and _BYTES.keys() >= {*piece}:
-            return bytes(_BYTES[character] for character in piece)
-        if "ByteFallback" in self._decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-            return bytes.fromhex(piece[3:5])
-        return piece.replace("▁", " ").encode() if "▁" in self._decoder else self.decode([token]).encode()
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int]

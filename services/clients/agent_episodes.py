@@ -24,7 +24,7 @@ from services.http.client import RequestRefusedError, pool_for
 from services.protocol.base import derive_seed
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult, RewardStatus
-from services.protocol.sessions import AGAIN, DEADLINE, REQUEST_MARK, CreateSessionRequest, Trace
+from services.protocol.sessions import DEADLINE, REQUEST_MARK, CreateSessionRequest, Trace
 
 T = TypeVar("T")
 
@@ -291,7 +291,7 @@ class RetryingTransport(httpx.AsyncBaseTransport):
             await pool.aclose()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
-        mark = request.headers[REQUEST_MARK] = uuid.uuid4().hex
+        request.headers[REQUEST_MARK] = uuid.uuid4().hex
         end, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
         while True:
             may_repeat = isinstance(request.stream, httpx.ByteStream) and time.monotonic() < end
@@ -305,7 +305,6 @@ class RetryingTransport(httpx.AsyncBaseTransport):
                 if response.status_code not in _UNREACHABLE or not may_repeat:
                     self.is_lost |= response.status_code in _UNREACHABLE
                     return response
-            request.headers[REQUEST_MARK] = mark + AGAIN
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

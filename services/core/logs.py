@@ -1,36 +1,22 @@
 """The log format of every component: one line an event on stderr, with time, level, component, event and fields.
 
-``LOG_FORMAT=json`` writes one JSON object a line instead, for log collectors. Records of the standard library's logging
-(uvicorn, transformers, ...) have the same format.
+Records of the standard library's logging (uvicorn, transformers, ...) have the same format.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from typing import Any
 
-import orjson
 import structlog
-
-from services.core.errors import ConfigurationError
-
-LOG_FORMAT_VARIABLE = "LOG_FORMAT"
 
 # They log every request or connection, which the metrics count already.
 _VERBOSE = ("httpx", "httpx2", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
 
 
 def configure(component: str, level: str = "info") -> None:
-    """Set up this process's logging; every line names ``component``, such as ``data-server``.
-
-    Raises:
-        ConfigurationError: LOG_FORMAT is neither ``text`` nor ``json``.
-    """
-    log_format = os.environ.get(LOG_FORMAT_VARIABLE) or "text"
-    if log_format not in ("text", "json"):
-        raise ConfigurationError(f"{LOG_FORMAT_VARIABLE} is {log_format!r}; allowed are 'text' and 'json'")
+    """Set up this process's logging; every line names ``component``, such as ``data-server``."""
     number = logging.getLevelNamesMapping()[level.upper()]
 
     def add_component(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -59,7 +45,7 @@ def configure(component: str, level: str = "info") -> None:
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
-                _json_line if log_format == "json" else _text_line,
+                _text_line,
             ],
         )
     )
@@ -74,10 +60,6 @@ def get_logger(name: str | None = None) -> structlog.stdlib.BoundLogger:
     """Return a module's logger: ``log = get_logger(__name__)``, then ``log.info("step done", step=3)``."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
-
-
-def _json_line(_logger: Any, _method: str, event: structlog.typing.EventDict) -> str:
-    return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def _text_line(_logger: Any, _method: str, event: structlog.typing.EventDict) -> str:

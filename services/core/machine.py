@@ -96,29 +96,16 @@ def check_cuda(devices: int, build: str | None) -> None:
         build: ``torch.version.cuda``; None for a torch without CUDA.
 
     Raises:
-        ConfigurationError: torch sees fewer; the message names driver, torch's CUDA and a remedy.
+        ConfigurationError: torch sees fewer; the message names driver and torch's CUDA.
     """
     promised = promised_gpus() or 0
     if devices >= promised:
         return
-    driver = driver_version()
-    if build is None:
-        remedy = "install a torch that is built for CUDA"
-    elif (visible := os.environ.get(VISIBLE_GPUS_VARIABLE)) is not None and len(listed_gpus(visible)) < promised:
-        remedy = f"unset {VISIBLE_GPUS_VARIABLE}, which is {visible!r}"
-    elif driver is None:
-        remedy = (
-            f"install NVIDIA's driver on the node; if its libraries are not on the loader's path and not in "
-            f"{DRIVER_LIBRARIES}, name their directory in {LIBRARIES_VARIABLE}"
-        )
-    else:
-        remedy = (
-            f"take a node whose driver is new enough for CUDA {build} (CUDA 13 needs driver 580), or install a torch "
-            "built for an older CUDA"
-        )
+    visible, driver = os.environ.get(VISIBLE_GPUS_VARIABLE), driver_version() or "not found"
     raise ConfigurationError(
-        f"{PROMISED_GPUS_VARIABLE} is {promised}, but torch sees {devices} CUDA devices (driver "
-        f"{driver or 'not found'}, torch built for {f'CUDA {build}' if build else 'processors only'}); {remedy}"
+        f"{PROMISED_GPUS_VARIABLE} is {promised}, but torch sees {devices} CUDA devices ({VISIBLE_GPUS_VARIABLE} "
+        f"{visible or 'not set'}, driver {driver}, torch built for {f'CUDA {build}' if build else 'processors only'}); "
+        "docs/gpus.md says what fits together"
     )
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ LEASE_SECONDS = 120.0
 """The time after which another node takes over from a killed downloader. NFS shows other nodes a file's new time after
 up to 60 s."""
 REPORT_SECONDS = 30.0
-"""The time between two lines of the log about a download."""
+"""The time between two lines of the log of a process that waits for another one's download."""
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 10.0
 """Longest time for the answer whether the hub has a model."""
@@ -151,8 +150,7 @@ def _download(model: str, folder: Path) -> None:
     if missing:
         log.info("downloading the model", model=model, gigabytes=missing / 1e9, cache=str(folder.parent))
     try:
-        with _reported(model, folder, missing):
-            huggingface_hub.snapshot_download(model, allow_patterns=READ_FILES, ignore_patterns=UNREAD_FILES)
+        huggingface_hub.snapshot_download(model, allow_patterns=READ_FILES, ignore_patterns=UNREAD_FILES)
         (folder / COMPLETE).touch()
     except Exception as error:
         raise DependencyLostError(
@@ -161,33 +159,6 @@ def _download(model: str, folder: Path) -> None:
         ) from error
     if missing:
         log.info("downloaded the model", model=model)
-
-
-@contextmanager
-def _reported(model: str, folder: Path, missing: int) -> Iterator[None]:
-    """Log how far the download is, every REPORT_SECONDS of the block."""
-    before, done = _size(folder), threading.Event()
-
-    def report() -> None:
-        while not done.wait(REPORT_SECONDS):
-            log.info("downloading the model", model=model, gigabytes=(_size(folder) - before) / 1e9, of=missing / 1e9)
-
-    reporter = threading.Thread(target=report, name="download-report", daemon=True)
-    reporter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        reporter.join()
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the model's files, partial ones included."""
-    total = 0
-    for path in folder.glob("blobs/*"):
-        with suppress(FileNotFoundError):  # renamed meanwhile, because it is complete
-            total += path.stat().st_size
-    return total
 
 
 def vocabulary_size(model: str, named_by: str) -> int:

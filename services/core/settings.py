@@ -76,8 +76,6 @@ class Settings(BaseSettings):
     recoveries."""
     log_level: str = Field("info", pattern=r"^(debug|info|warning|error)$")
     """debug, info, warning or error."""
-    log_format: str = Field("text", pattern=r"^(text|json)$")
-    """`text`, or `json` for one object a line. [advanced]"""
 
     @model_validator(mode="after")
     def _no_user_in_url(self) -> Self:
@@ -274,12 +272,12 @@ class RewardFunctionSettings(Settings):
     `math` (the last answer equals the ground truth; docs/guides/data.md), `exact_match` (the whole text does), `format`
     (an answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question
     scores the answer), `reward_model`, `code` (the row's tests are run on the program in the last fenced block;
-    docs/guides/code.md), and the judges `judge`, `judge_soft` and `judge_group`; `module:function` is a function of
+    docs/guides/code.md), and the judges `judge` and `judge_group`; `module:function` is a function of
     your own, called with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens
     and finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have. The data-server
     refuses a function that needs a column which the rows lack."""
     judge_rubric: Path | None = None
-    """A YAML file with the criteria of `judge` and `judge_soft`, and, if you like, of `judge_group`;
+    """A YAML file with the criteria of `judge` and, if you like, of `judge_group`;
     docs/guides/judge.md has its form."""
 
 

@@ -89,58 +89,72 @@ def load_sources(path: Path) -> Sources:
     """Read the sources of a file.
 
     Raises:
-        ConfigurationError: it cannot be read, or a source in it is not valid; the message has file, line and remedy.
+        ConfigurationError: it cannot be read, or a source in it is not valid; the message has the source and a remedy.
     """
-    try:
-        document = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigurationError(f"SOURCES {str(path)!r} cannot be read ({error.strerror}); give a file") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigurationError(f"SOURCES {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(document, yaml.SequenceNode) or not document.value:
-        raise ConfigurationError(f"SOURCES {str(path)!r}: write a list of sources, each as `- name: ...`")
+    where = f"SOURCES {path}"
+    # Variables stay as they are written, as in the environment: YAML would read `curriculum: off` as false.
+    listed, written = read_yaml(path, where), read_yaml(path, where, as_text=True)
+    if not isinstance(listed, list) or not listed or not all(isinstance(values, dict) for values in listed):
+        raise ConfigurationError(f"{where}: write a list of sources, each as `- name: ...`")
     sources: dict[str, Source] = {}
-    for node in document.value:
-        where = f"SOURCES {path}, line {node.start_mark.line + 1}"
-        source = _source(node, path)
+    for number, (values, texts) in enumerate(zip(listed, written, strict=True), 1):
+        own = {name: text for name, text in texts.items() if name in OWN and isinstance(text, str)}
+        source = _source(values | own, f"{where}, source {number}")
         if source.name in sources:
-            raise ConfigurationError(f"{where}: a source named {source.name!r} is above; give each its own name")
+            raise ConfigurationError(f"{where}: two sources are named {source.name!r}; give each its own name")
         sources[source.name] = source
     if all(source.eval_only for source in sources.values()):
-        raise ConfigurationError(f"SOURCES {path}: every source is eval_only; train on at least one")
+        raise ConfigurationError(f"{where}: every source is eval_only; train on at least one")
     return Sources(tuple(sources[name] for name in sorted(sources)))
 
 
-def _source(node: yaml.Node, path: Path) -> Source:
-    where = f"SOURCES {path}, line {node.start_mark.line + 1}"
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigurationError(f"{where}: a source is a mapping, such as `- name: sums`; got {node.value!r}")
-    names = [key.value for key, _ in node.value]
-    for (key, _), name in zip(node.value, names, strict=True):
-        line = f"SOURCES {path}, line {key.start_mark.line + 1}"
-        if names.count(name) > 1:
-            raise ConfigurationError(f"{line}: {name!r} is set twice in a source; remove one")
+def _source(values: Mapping[str, Any], where: str) -> Source:
+    for name in values:
         if name not in OWN and name not in Source.model_fields:
-            if sentences := removed_among([name]):
-                raise ConfigurationError(f"{line}: {sentences[0]}")
+            reason = next(iter(removed_among([str(name)])), f"{name!r} is not a key of a source")
+            allowed = ", ".join([*Source.model_fields, *sorted(OWN)])
             raise ConfigurationError(
-                f"{line}: {name!r} is not a key of a source; allowed are "
-                f"{', '.join([*Source.model_fields, *sorted(OWN)])}; every other variable is the same for all sources"
+                f"{where}: {reason}; allowed are {allowed}; every other variable is the same for all sources"
             )
     try:
-        values = yaml.SafeLoader("").construct_document(node)
-        # Other variables stay as they are written, as in the environment: YAML would read `curriculum: off` as false.
-        written = {key.value: value.value for key, value in node.value if isinstance(value, yaml.ScalarNode)}
-        return Source.model_validate(values | {name: text for name, text in written.items() if name in OWN})
+        return Source.model_validate(values)
     except ValidationError as error:
         key = str(error.errors()[0]["loc"][0])
-        if key not in values:
-            raise ConfigurationError(f"{where}: a source without {key}; give {_FORMS[key]}") from error
-        line = next(found.start_mark.line + 1 for found, _ in node.value if found.value == key)
-        problem = f"{key} is {values[key]!r}; give {_FORMS[key]}"
-        raise ConfigurationError(f"SOURCES {path}, line {line}: {problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
+        raise ConfigurationError(f"{where}: {key} is {values.get(key)!r}; give {_FORMS[key]}") from error
+
+
+class _UniqueKeys:
+    """Refuses a key that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)  # type: ignore[misc]
+
+
+class _Loader(_UniqueKeys, yaml.SafeLoader):
+    pass
+
+
+class _TextLoader(_UniqueKeys, yaml.BaseLoader):
+    pass
+
+
+def read_yaml(path: Path, where: str, *, as_text: bool = False) -> Any:
+    """Return the content of a YAML file, ``as_text`` with every scalar as it is written.
+
+    Raises:
+        ConfigurationError: it cannot be read; the message begins with ``where``.
+    """
+    try:
+        return yaml.load(path.read_text("utf-8"), _TextLoader if as_text else _Loader)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{where} cannot be read, seen from {Path.cwd()} ({error.strerror}); give a YAML file"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{where} is not YAML: {' '.join(str(error).split())}; correct it") from error
 
 
 class Schedule:

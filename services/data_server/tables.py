@@ -333,8 +333,6 @@ def on_disk(batches: Iterator[pa.RecordBatch], schema: pa.Schema, where: str) ->
 LARGEST_LINE = 64 * 2**20
 DEEPEST = 100
 """Arrays and objects within each other; Python's parser has a limit that depends on its version."""
-_MOST_PROBLEMS = 5
-"""The number of wrong lines that an error names; the rest of the file is not read."""
 _ROWS_A_BATCH = 4096
 _BATCH_CHARACTERS = 2**24
 
@@ -400,7 +398,6 @@ def json_rows(path: Path, where: str) -> Iterator[Line]:
         ConfigurationError: a line is too long or nested too deep, is not UTF-8, or is not a JSON object; the message
             has its number, and its column where there is one.
     """
-    problems: list[str] = []
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LARGEST_LINE + 1), b""), 1):
             try:
@@ -408,15 +405,14 @@ def json_rows(path: Path, where: str) -> Iterator[Line]:
                     yield Line(number, text, _object(text))
             except UnicodeDecodeError as error:
                 column = len(line[: error.start].decode()) + 1
-                problems.append(f"line {number}, column {column}: byte 0x{line[error.start]:02x} is not UTF-8")
+                problem = f"line {number}, column {column}: byte 0x{line[error.start]:02x} is not UTF-8"
             except orjson.JSONDecodeError as error:
-                problems.append(f"line {number}, column {error.colno}: {error.msg.partition(': line ')[0]}")
+                problem = f"line {number}, column {error.colno}: {error.msg.partition(': line ')[0]}"
             except ValueError as error:
-                problems.append(f"line {number} {str(error).partition(';')[0]}")
-            if len(line) > LARGEST_LINE or len(problems) == _MOST_PROBLEMS:
-                break
-    if problems:
-        raise ConfigurationError(f"{where} cannot be read as .jsonl: {'; '.join(problems)}; correct the file")
+                problem = f"line {number} {str(error).partition(';')[0]}"
+            else:
+                continue
+            raise ConfigurationError(f"{where} cannot be read as .jsonl: {problem}; correct the file")
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -439,15 +435,12 @@ def _object(text: str) -> dict[str, Any]:
 def _texts(batch: list[Line], name: str, column: str, where: str) -> pa.Array:
     """Return a column of some rows as text; ``name`` says what it is used for."""
     texts: list[str | None] = []
-    problems: list[str] = []
     for line, _, row in batch:
         value = row.get(column)
         try:
             texts.append(value if value is None or isinstance(value, str) else _json_text(value, name))
         except ValueError as error:
-            problems.append(f"line {line}: column {column!r} {error}")
-    if problems:
-        raise ConfigurationError(f"{where}, {'; '.join(problems[:_MOST_PROBLEMS])}")
+            raise ConfigurationError(f"{where}, line {line}: column {column!r} {error}") from error
     return pa.array(texts, pa.string())
 
 

@@ -7,11 +7,9 @@ trained change that is small compared with W.
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -134,34 +132,6 @@ def pack_adapter(
             LayerAdapter(*(low_rank(layer, _MERGED[field.name]) for field in fields(LayerAdapter)))
             for layer in range(architecture.num_layers)
         ]
-
-
-def unpickle_tensors(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a pickled dictionary, as SGLang takes it; nothing else is ever executed.
-
-    Raises:
-        WeightsError: the data are something else.
-    """
-    try:
-        tensors = _TensorUnpickler(io.BytesIO(data)).load()
-    # Broken pickles raise errors of many types.
-    except Exception as error:
-        raise WeightsError(f"the adapter's tensors cannot be read: {error!r}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise WeightsError("the adapter's tensors are not a pickled dictionary of tensors by name")
-    return tensors
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        allowed: dict[tuple[str, str], Callable[..., Any]] = {
-            ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-            ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
-            ("collections", "OrderedDict"): dict,
-        }
-        if (module, name) not in allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
-        return allowed[module, name]
 
 
 def _scale(config: Mapping[str, Any], source: str) -> float:

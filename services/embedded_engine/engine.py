@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from prometheus_client import Gauge
-from torch.profiler import profile
 
 from services.core.logs import get_logger
 from services.embedded_engine.adapters import Adapter
@@ -31,7 +30,7 @@ WAITING = Gauge("sglang:num_queue_reqs", "Requests with completions that do not 
 MAX_QUEUED_REQUESTS = 4096
 """Queued requests beyond which the engine refuses more, as many as for SGLang."""
 
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract"]
 
 
 class QueueFullError(Exception):
@@ -75,7 +74,6 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._weight_changes: deque[Callable[[], None]] = deque()
         self._is_stopping = False
-        self._profile: profile | None = None
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -124,15 +122,14 @@ class Engine:
     def pause(self, mode: PauseMode) -> Future[int]:
         """Stop decoding until ``resume``; the result is the number of sequences that ran.
 
-        ``abort`` ends all sequences, ``retract`` preempts them, so that they are computed anew, and ``in_place`` leaves
-        them as they are.
+        ``abort`` ends all sequences, and ``retract`` preempts them, so that they are computed anew.
         """
 
         def pause() -> int:
             running = len(self._scheduler.running)
             if mode == "abort":
                 self._scheduler.abort(lambda _: True, "generation was paused with mode abort")
-            elif mode == "retract":
+            else:
                 self._scheduler.preempt()
             self.is_paused = True
             return running
@@ -178,37 +175,23 @@ class Engine:
 
         return self._between_steps(flush)
 
-    def change_weights(self, weights: Weights, version: str, *, keeps_caches: bool) -> Future[int]:
-        """Exchange the weights once nothing runs, or at once if paused; the result is the number of paused sequences.
+    def change_weights(self, weights: Weights, version: str) -> Future[None]:
+        """Exchange the weights once nothing runs, or at once if paused."""
 
-        With ``keeps_caches`` False the result is NotIdleError if sequences are paused in place, since they need their
-        keys and values.
-        """
-
-        def change() -> int:
-            running = len(self._scheduler.running)
-            if running and not keeps_caches:
-                raise NotIdleError(
-                    f"{running} sequences are paused in place: send flush_cache false to keep their caches, or pause "
-                    f"with retract or abort"
-                )
+        def change() -> None:
             self._scheduler.model.weights = weights
             self._scheduler.version = version
             self._scheduler.drop_caches()
-            return running
 
         return self._between_steps(change, changes_weights=True)
 
     def change_adapter(self, adapter: Adapter | None, name: str) -> Future[None]:
         """Exchange the LoRA adapter, or remove it (None), once nothing runs, or at once if paused.
 
-        Requests for an adapter that is removed end as aborted, unless another is loaded before the pause ends. The
-        result is NotIdleError if sequences are paused in place, since they need their keys and values.
+        Requests for an adapter that is removed end as aborted, unless another is loaded before the pause ends.
         """
 
         def change() -> None:
-            if running := len(self._scheduler.running):
-                raise NotIdleError(f"{running} sequences are paused in place: pause with retract or abort")
             self._scheduler.model.adapter = adapter
             self.adapter_name = name if adapter is not None else None
             self._scheduler.drop_caches()
@@ -228,29 +211,6 @@ class Engine:
     def drain(self) -> Future[None]:
         """Return a future that is resolved once nothing runs, or at once if paused; new requests wait meanwhile."""
         return self._between_steps(lambda: None, changes_weights=True)
-
-    def begin_profile(self) -> Future[None]:
-        """Begin to record what the thread does; the result is NotIdleError while something is recorded."""
-
-        def begin() -> None:
-            if self._profile is not None:
-                raise NotIdleError("a profile is being recorded; end it first")
-            self._profile = profile(profile_memory=True)
-            self._profile.start()
-
-        return self._between_steps(begin)
-
-    def end_profile(self) -> Future[profile]:
-        """End the recording; the result is what was recorded, or NotIdleError if nothing was."""
-
-        def end() -> profile:
-            if self._profile is None:
-                raise NotIdleError("no profile is being recorded")
-            recorded, self._profile = self._profile, None
-            recorded.stop()
-            return recorded
-
-        return self._between_steps(end)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of running and waiting work; approximate, because the thread works meanwhile."""

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from fastapi import Request as HttpRequest
 from pydantic import (
@@ -32,31 +32,17 @@ from services.http.server import ended_before_client_left
 from services.protocol.base import MAX_GROUP_SIZE
 from services.weights.policy_store import ADAPTER_NAME
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_new_tokens": (0,),
-    "min_tokens": (0,),
-    "stop_regex": ([],),
-    "no_stop_trim": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream": (False,),
-    "stream_interval": (1,),
-    "custom_params": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("auto", "none"),
-    "functions": ([],),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "audio"), ()),
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "spaces_between_special_tokens": True,
+    "stream_interval": 1,
+    "log_metrics": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "tool_choice": "auto",
 }
-"""SGLang's and OpenAI's fields that this engine lacks, each with the values, besides None, that change nothing."""
-_EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
-_WITHOUT_EFFECT = frozenset({"return_text_in_logprobs", "log_metrics", "modalities", "priority"})
+"""The values that change nothing of fields that this engine lacks; nor do empty ones, 0 and false. The router adds some
+of them."""
 MAX_LENGTH = 2**31 - 1
 """Chat completions without a limit end at the context length."""
 
@@ -73,9 +59,7 @@ class EngineState:
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
     adapter_path: str = ""
-    """The directory of the LoRA adapter in use, if any, or SGLang's word for an adapter that came as tensors."""
-    profile_directory: Path = Path()
-    """The directory of the profile that is being recorded, if any."""
+    """The directory of the LoRA adapter in use, if any."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change."""
 
@@ -117,12 +101,14 @@ class RequestBody(BaseModel):
     """A body whose invalid values are answered 400, as SGLang answers them. None stands for a field's default."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True)
+    aliases: ClassVar[Collection[str]] = ()
+    """The names of fields that have other ones in the body."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_with_400(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(_without_neutral(body) if isinstance(body, dict) else body)
+            return handler(cls._without_unknown(body) if isinstance(body, dict) else body)
         except ValidationError as error:
             problems = [
                 f"{'.'.join(printable(str(part)) for part in problem['loc'])}: {problem['msg']}"
@@ -130,24 +116,20 @@ class RequestBody(BaseModel):
             ]
             raise ProblemError(400, "; ".join(problems)) from error
 
-
-def _without_neutral(body: dict[str, Any]) -> dict[str, Any]:
-    for name in NEUTRAL.keys() & body.keys():
-        if body[name] is not None and body[name] not in NEUTRAL[name]:
-            raise unsupported(name)
-    return {name: value for name, value in body.items() if value is not None and name not in NEUTRAL}
-
-
-def unsupported(name: str) -> ProblemError:
-    """Return the refusal of a field that would change the answer and that this engine lacks."""
-    remedy = "ask through a session of the gateway" if name in ("stream", "tools", "tool_choice") else "leave it out"
-    return ProblemError(400, f"{printable(name)} is not supported by the embedded engine; {remedy}")
+    @classmethod
+    def _without_unknown(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of this engine; refuse others that would change the answer."""
+        known = {*cls.model_fields, *cls.aliases}
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given.keys() - known:
+            if given[name] and given[name] != NEUTRAL.get(name):
+                remedy = "ask through a session of the gateway" if name in ("stream", "tools") else "leave it out"
+                raise ProblemError(400, f"{printable(name)} is not supported by the embedded engine; {remedy}")
+        return {name: value for name, value in given.items() if name in known}
 
 
 class SamplingParams(RequestBody):
     """``sampling_params`` of /generate, with SGLang's defaults."""
-
-    model_config = ConfigDict(extra="forbid")
 
     n: int = Field(default=1, ge=1, le=MAX_GROUP_SIZE)
     temperature: float = Field(default=1.0, ge=0, le=100)
@@ -174,29 +156,20 @@ class GenerateRequest(RequestBody):
     logprob_start_len: int = Field(default=-1, ge=-1)
     top_logprobs_num: int = Field(default=0, ge=0, le=100)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, body: Any) -> Any:
-        for name, value in body.items() if isinstance(body, dict) else ():
-            if name not in cls.model_fields and name not in _WITHOUT_EFFECT and value not in _EMPTY:
-                raise unsupported(name)
-        return body
 
+class ChatRequest(SamplingParams):
+    """Body of /v1/chat/completions."""
 
-class OpenAIRequest(SamplingParams):
-    """Body of /v1/chat/completions, with ``messages``, and of /v1/completions, with a ``prompt`` of text or tokens."""
-
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+    aliases = ("max_completion_tokens", "max_tokens", "seed")
 
     model: str = ""
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    prompt: str | list[int] = ""
+    messages: list[dict[str, Any]] = Field(min_length=1)
     max_new_tokens: int = Field(
         default=MAX_LENGTH, ge=0, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**64, validation_alias="seed")
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=20)
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
     rid: str | None = None
     lora_path: str | None = None

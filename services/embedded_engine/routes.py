@@ -1,30 +1,26 @@
-"""SGLang's routes that generate, inform and control, and OpenAI's chat and text completions."""
+"""SGLang's routes that generate, inform and control, and OpenAI's chat completions."""
 
 from __future__ import annotations
 
 import time
 from asyncio import wrap_future
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from services.chat.messages import for_template
 from services.core.logs import get_logger
-from services.core.tasks import in_background
 from services.embedded_engine.engine import PauseMode
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.requests import (
-    EngineState,
+    ChatRequest,
     GenerateRequest,
-    OpenAIRequest,
     completion_text,
     make_request,
     state_of,
-    unsupported,
 )
 from services.embedded_engine.scheduler import Request, Sequence
 from services.http.app import version
@@ -33,9 +29,6 @@ from services.http.problems import ProblemError
 from services.weights.broadcast_group import installed_nccl
 
 log = get_logger(__name__)
-
-DEFAULT_TEXT_TOKENS = 16
-"""The longest text completion without max_tokens, as OpenAI has it."""
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -111,26 +104,6 @@ def _logprobs(request: Request, sequence: Sequence) -> dict[str, Any]:
     return fields
 
 
-class AbortRequest(BaseModel):
-    """Body of /abort_request."""
-
-    rid: str = ""
-    abort_all: bool = False
-
-
-@router.post("/abort_request", tags=["generation"])
-async def abort_request(body: AbortRequest, http: HttpRequest) -> Any:
-    """End a request, or all; their answers have the tokens sampled so far."""
-    if not body.rid and not body.abort_all:
-        raise ProblemError(400, "give a rid, or abort_all")
-
-    def matches(sequence: Sequence) -> bool:
-        return body.abort_all or body.rid in (sequence.request.rid, sequence.id)
-
-    ended = await wrap_future(state_of(http).engine.abort(matches, "aborted by request"))
-    return {"success": True, "message": f"ended {ended} sequences"}
-
-
 @router.get("/model_info", tags=["information"])
 @router.get("/get_model_info", tags=["information"], include_in_schema=False)
 async def model_info(http: HttpRequest) -> Any:
@@ -183,7 +156,7 @@ class PauseRequest(BaseModel):
 
 @router.post("/pause_generation", tags=["control"])
 async def pause_generation(body: PauseRequest, http: HttpRequest) -> Any:
-    """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later, ``in_place`` keeps them."""
+    """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later."""
     paused = await wrap_future(state_of(http).engine.pause(body.mode))
     return {"success": True, "message": f"paused {paused} sequences"}
 
@@ -219,39 +192,6 @@ async def flush_cache(http: HttpRequest) -> Any:
     return {"success": True, "message": "cache flushed"}
 
 
-class StartProfile(BaseModel):
-    """Body of /start_profile."""
-
-    output_dir: str = Field(min_length=1)
-
-
-@router.post("/start_profile", tags=["control"])
-async def start_profile(body: StartProfile, http: HttpRequest) -> Any:
-    """Begin to record what the processor does; refused while something is recorded."""
-    state = state_of(http)
-    await wrap_future(state.engine.begin_profile())
-    state.profile_directory = Path(body.output_dir)
-    return {"success": True, "message": "profile begun"}
-
-
-@router.post("/stop_profile", tags=["control"])
-async def stop_profile(http: HttpRequest) -> Any:
-    """Write ``trace.json.gz`` to the directory of /start_profile; refused if nothing is recorded."""
-    state = state_of(http)
-    recorded = await wrap_future(state.engine.end_profile())
-    path = state.profile_directory / "trace.json.gz"
-
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(path))
-
-    try:
-        await in_background(write)
-    except OSError as error:
-        raise ProblemError(507, f"the profile is not written: {error}") from error
-    return {"success": True, "message": f"profile written to {path}"}
-
-
 # --- OpenAI's routes ---
 
 
@@ -273,59 +213,29 @@ async def models(http: HttpRequest) -> Any:
 
 
 @router.post("/v1/chat/completions", tags=["openai"])
-async def chat_completions(body: OpenAIRequest, http: HttpRequest) -> Any:
-    """Answer a conversation, with ``logprobs`` and ``top_logprobs`` if they are asked for."""
+async def chat_completions(body: ChatRequest, http: HttpRequest) -> Any:
+    """Answer a conversation, with ``logprobs`` if they are asked for."""
     state = state_of(http)
     loaded = state.loaded
-    if not body.messages:
-        raise ProblemError(400, "messages are missing; send at least one")
     text = loaded.prompts.render([for_template(one) for one in body.messages], None, body.chat_template_kwargs)
-    request = await _complete(body, loaded.prompts.codec.encode(text), state, http)
-    contents = [
-        {
-            "message": {"role": "assistant", "content": completion_text(sequence, loaded)},
-            "logprobs": {"content": _entries(sequence, loaded)} if body.logprobs else None,
-        }
-        for sequence in request.sequences
-    ]
-    return _reply("chat.completion", body, request, state, contents)
-
-
-@router.post("/v1/completions", tags=["openai"])
-async def completions(body: OpenAIRequest, http: HttpRequest) -> Any:
-    """Continue a text."""
-    state = state_of(http)
-    if body.logprobs:
-        raise unsupported("logprobs")
-    if "max_new_tokens" not in body.model_fields_set:
-        body = body.model_copy(update={"max_new_tokens": DEFAULT_TEXT_TOKENS})
-    ids = state.loaded.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    request = await _complete(body, ids, state, http)
-    contents = [{"text": completion_text(one, state.loaded), "logprobs": None} for one in request.sequences]
-    return _reply("text_completion", body, request, state, contents)
-
-
-async def _complete(body: OpenAIRequest, prompt_ids: list[int], state: EngineState, http: HttpRequest) -> Request:
     # The adapter's name stands after a colon in the model's, as in SGLang, or by itself.
     use_adapter = state.uses_adapter(body.model.partition(":")[2] or body.lora_path)
-    tops = body.top_logprobs if body.logprobs else 0
-    request = make_request(prompt_ids, body, state.loaded, rid=body.rid, use_adapter=use_adapter, top_logprobs=tops)
-    return await state.generate(request, http)
-
-
-def _reply(
-    kind: str, body: OpenAIRequest, request: Request, state: EngineState, contents: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the reply with the contents of all completions."""
+    request = make_request(loaded.prompts.codec.encode(text), body, loaded, rid=body.rid, use_adapter=use_adapter)
+    await state.generate(request, http)
     prompt, sampled = len(request.prompt_ids), sum(len(sequence.output_ids) for sequence in request.sequences)
     return {
         "id": request.rid,
-        "object": kind,
+        "object": "chat.completion",
         "created": int(time.time()),
         "model": body.model or state.settings.model_name,
         "choices": [
-            {"index": sequence.number, **content, "finish_reason": (sequence.finish or {}).get("type")}
-            for sequence, content in zip(request.sequences, contents, strict=True)
+            {
+                "index": sequence.number,
+                "message": {"role": "assistant", "content": completion_text(sequence, loaded)},
+                "logprobs": {"content": _entries(sequence, loaded)} if body.logprobs else None,
+                "finish_reason": (sequence.finish or {}).get("type"),
+            }
+            for sequence in request.sequences
         ],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
         "metadata": {"weight_version": state.engine.version},
@@ -333,14 +243,7 @@ def _reply(
 
 
 def _entries(sequence: Sequence, loaded: Loaded) -> list[dict[str, Any]]:
-    """Return an entry per token, each with the likeliest tokens at its position."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text, content = loaded.decode_text([token], False), loaded.prompts.codec.token_bytes(token)
-        return {"token": text, "logprob": logprob, "bytes": list(content)}
-
-    tops = sequence.top_logprobs or [[] for _ in sequence.output_ids]
     return [
-        entry(token, logprob) | {"top_logprobs": [entry(likely, score) for score, likely in top]}
-        for token, logprob, top in zip(sequence.output_ids, sequence.logprobs, tops, strict=True)
+        {"token": loaded.decode_text([token], False), "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(sequence.output_ids, sequence.logprobs, strict=True)
     ]

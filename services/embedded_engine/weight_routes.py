@@ -11,7 +11,7 @@ import asyncio
 import base64
 import binascii
 from asyncio import wrap_future
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor
 from services.core import machine
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.adapters import Adapter, pack_adapter, read_adapter, unpickle_tensors
+from services.embedded_engine.adapters import read_adapter
 from services.embedded_engine.model import Weights
 from services.embedded_engine.requests import EngineState, state_of
 from services.embedded_engine.weights import Architecture, WeightsError, check, check_finite
@@ -44,15 +44,13 @@ JOIN_SECONDS = 120.0
 """Longest wait until all members of a broadcast group have met."""
 BROADCAST_SECONDS = 120.0
 """Longest wait for one tensor or bucket of a broadcast."""
-FROM_TENSORS = "__tensor__"
-"""SGLang's path of an adapter that has none."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _reply(done: str, paused: int = 0, **context: Any) -> dict[str, Any]:
-    """Log what was done, and return SGLang's reply, with the number of paused requests."""
+def _reply(done: str, **context: Any) -> dict[str, Any]:
+    """Log what was done, and return SGLang's reply; none of its pauses leaves a request as it is."""
     log.info(done, **context)
-    return {"success": True, "message": done, "num_paused_requests": paused}
+    return {"success": True, "message": done, "num_paused_requests": 0}
 
 
 # --- weights ---
@@ -63,8 +61,8 @@ class UpdateFromDisk(BaseModel):
 
     model_path: str
     weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
+    flush_cache: Literal[True] = True
+    abort_all_requests: Literal[False] = False
 
 
 class InitGroup(BaseModel):
@@ -94,7 +92,7 @@ class UpdatePart(StrictModel):
     """The fields of a part of an update; the version of the last part is the update's."""
 
     weight_version: str | None = None
-    flush_cache: bool = True
+    flush_cache: Literal[True] = True
     abort_all_requests: Literal[False] = False
 
 
@@ -121,7 +119,6 @@ class ReceivedUpdate:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: str | None = None
-    flush_cache: bool = False
     refused: str = ""
     """The reason for which a part of the update was refused."""
 
@@ -129,7 +126,6 @@ class ReceivedUpdate:
         """Add the tensors of a part."""
         self.tensors.update(tensors)
         self.version = part.weight_version
-        self.flush_cache = self.flush_cache or part.flush_cache
 
 
 class WeightsReceiver:
@@ -268,22 +264,16 @@ async def update_weights_from_disk(body: UpdateFromDisk, http: Request) -> Any:
     state = state_of(http)
     async with state.update_lock:
         weights = await in_background(lambda: state.loaded.read_weights(Path(body.model_path)))
-        if body.abort_all_requests:
-            await wrap_future(state.engine.abort(lambda _: True, "the weights change"))
-        paused = await _change(state, weights, body.weight_version, flush_cache=body.flush_cache)
+        await _change(state, weights, body.weight_version)
         state.model_path = body.model_path
-        return _reply("weights updated from disk", paused, model_path=body.model_path)
+        return _reply("weights updated from disk", model_path=body.model_path)
 
 
-async def _change(state: EngineState, weights: Weights, version: str | None, *, flush_cache: bool) -> int:
-    """Exchange weights and version; return the number of paused sequences."""
-    change = state.engine.change_weights(
-        weights, state.engine.version if version is None else version, keeps_caches=not flush_cache
-    )
-    paused = await wrap_future(change)
+async def _change(state: EngineState, weights: Weights, version: str | None) -> None:
+    """Exchange weights and version."""
+    await wrap_future(state.engine.change_weights(weights, state.engine.version if version is None else version))
     if not machine.keeps_memory(state.settings.keep_memory):
         await in_background(machine.release_memory)
-    return paused
 
 
 @router.post("/init_weights_update_group", tags=["weights"])
@@ -346,12 +336,12 @@ async def end_weight_update(http: Request) -> Any:
     """
     state, receiver = state_of(http), _receiver(http)
     async with receiver.lock:
-        update, paused = receiver.end(), 0
+        update = receiver.end()
         if update.tensors:
             weights = await in_background(lambda: state.loaded.pack(update.tensors))
             async with state.update_lock:
-                paused = await _change(state, weights, update.version, flush_cache=update.flush_cache)
-    return _reply("update closed", paused)
+                await _change(state, weights, update.version)
+    return _reply("update closed")
 
 
 # --- LoRA adapters ---
@@ -364,17 +354,6 @@ class LoadAdapter(BaseModel):
     lora_path: str
 
 
-class LoadAdapterFromTensors(BaseModel):
-    """Body of /load_lora_adapter_from_tensors: PEFT's configuration, and a pickled dictionary of tensors in base64.
-
-    There is one pickle for each tensor-parallel rank.
-    """
-
-    lora_name: str = Field(min_length=1)
-    config_dict: dict[str, Any]
-    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1)
-
-
 class UnloadAdapter(BaseModel):
     """Body of /unload_lora_adapter."""
 
@@ -385,7 +364,7 @@ class UpdateVersion(BaseModel):
     """Body of /update_weight_version."""
 
     new_version: str
-    abort_all_requests: bool = True
+    abort_all_requests: Literal[False] = False
 
 
 @router.post("/load_lora_adapter", tags=["weights"])
@@ -394,29 +373,12 @@ async def load_lora_adapter(body: LoadAdapter, http: Request) -> Any:
     state = state_of(http)
     model = state.loaded.model
     read = partial(read_adapter, Path(body.lora_path), model.architecture, model.device)
-    return await _load_adapter(state, body.lora_name, body.lora_path, read)
-
-
-@router.post("/load_lora_adapter_from_tensors", tags=["weights"])
-async def load_lora_adapter_from_tensors(body: LoadAdapterFromTensors, http: Request) -> Any:
-    """Load an adapter that comes with the request. Requests in flight end first, unless generation is paused."""
-    state = state_of(http)
-
-    def read() -> Adapter:
-        model = state.loaded.model
-        tensors = unpickle_tensors(_decoded(body.serialized_named_tensors[0]))
-        return pack_adapter(body.config_dict, tensors, model.architecture, model.device, "the adapter")
-
-    return await _load_adapter(state, body.lora_name, FROM_TENSORS, read)
-
-
-async def _load_adapter(state: EngineState, name: str, path: str, read: Callable[[], Adapter]) -> Any:
     async with state.update_lock:
         if state.engine.adapter_name is not None:
             raise WeightsError(f"{state.engine.adapter_name} is loaded already; unload it first")
-        await wrap_future(state.engine.change_adapter(await in_background(read), name))
-        state.adapter_path = path
-    return _reply("adapter loaded", name=name, path=path)
+        await wrap_future(state.engine.change_adapter(await in_background(read), body.lora_name))
+        state.adapter_path = body.lora_path
+    return _reply("adapter loaded", name=body.lora_name, path=body.lora_path)
 
 
 @router.post("/unload_lora_adapter", tags=["weights"])
@@ -434,7 +396,5 @@ async def unload_lora_adapter(body: UnloadAdapter, http: Request) -> Any:
 async def update_weight_version(body: UpdateVersion, http: Request) -> Any:
     """Say that the tokens from now on are of another version."""
     engine = state_of(http).engine
-    if body.abort_all_requests:
-        await wrap_future(engine.abort(lambda _: True, "the weight version changes"))
     await wrap_future(engine.change_version(body.new_version))
     return {"success": True, "message": f"Weight version updated to {body.new_version}"}

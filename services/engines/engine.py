@@ -36,7 +36,7 @@ from services.weights.policy_store import ADAPTER_NAME
 
 Requests = Literal["finish", "continue", "abort"]
 """The fate of the requests in flight while an engine is held; see ``Engine.hold``."""
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract"]
 
 ASLEEP = " asleep"
 """The end of the version that a sleeping engine reports. The engine's own process keeps this mark, so an engine that
@@ -308,10 +308,7 @@ class Engine(HttpClient):
             await self.pause("retract")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generation.
-
-        ``in_place`` keeps requests and their caches, ``retract`` keeps requests only, ``abort`` ends requests.
-        """
+        """Pause generation: ``retract`` keeps requests without their caches, ``abort`` ends requests."""
         await self._ask("POST", "/pause_generation", {"mode": mode})
 
     async def drain(self) -> None:
@@ -334,20 +331,13 @@ class Engine(HttpClient):
 
     async def load_adapter(self, path: Path | str, version: int) -> None:
         """Load the LoRA adapter in a directory as ``version``, in place of the one before; see ``hold``."""
-        await self._replace_adapter("/load_lora_adapter", {"lora_path": str(path)}, version)
-
-    async def load_adapter_from_tensors(self, config: Mapping[str, Any], tensors: bytes, version: int) -> None:
-        """Load a LoRA adapter as ``version``, in place of the one before; see ``hold``.
-
-        Args:
-            config: PEFT's configuration of the adapter.
-            tensors: the pickled dictionary of tensors by PEFT's names.
-            version: the policy version.
-        """
-        # Each tensor-parallel rank reads a copy of its own.
-        copies = [base64.b64encode(tensors).decode()] * await self.tensor_parallel_size()
-        payload = {"config_dict": dict(config), "serialized_named_tensors": copies}
-        await self._replace_adapter("/load_lora_adapter_from_tensors", payload, version)
+        # The generation is paused: for a request that names an unloaded adapter, SGLang would load the old one again.
+        if await self.adapter_path() is not None:
+            await self._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
+        await self._ask("POST", "/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": str(path)})
+        if (loaded := await self.adapter_path()) != str(path):
+            raise WorkerRefusedError(f"worker {self.url} lists the adapter {loaded} after that of version {version}")
+        await self._set_version(str(version))
 
     async def adapter_path(self) -> str | None:
         """Return the directory of the LoRA adapter that the engine lists; None when it has none."""
@@ -466,16 +456,6 @@ class Engine(HttpClient):
     async def end_profile(self) -> None:
         """End the recording, and write the traces."""
         await self._ask("POST", "/stop_profile")
-
-    async def _replace_adapter(self, route: str, payload: dict[str, Any], version: int) -> None:
-        # The generation is paused: for a request that names an unloaded adapter, SGLang would load the old one again.
-        if await self.adapter_path() is not None:
-            await self._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
-        await self._ask("POST", route, {"lora_name": ADAPTER_NAME, **payload})
-        loaded = await self.adapter_path()
-        if loaded is None or loaded != payload.get("lora_path", loaded):
-            raise WorkerRefusedError(f"worker {self.url} lists the adapter {loaded} after {route} of version {version}")
-        await self._set_version(str(version))
 
     async def _version_text(self) -> str:
         return str((await self._ask("GET", "/model_info")).get("weight_version"))

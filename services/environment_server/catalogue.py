@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -187,43 +185,11 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeE
             yield sandboxes
     else:
         module, _, attribute = name.partition(":")
-        if name.isidentifier() and importlib.util.find_spec(name) is not None:
-            classes = _names_in(importlib.import_module(name)) or ["MyEnvironment"]
-            raise ConfigurationError(f"{name} is a module; name its class, too, as in {name}:{classes[0]}")
-        conversation = _conversation_of(importlib.import_module(module), attribute) if attribute else None
-        yield lambda _seed: conversation() if conversation else GymnasiumEnvironment(name)
-
-
-def _conversation_of(module: ModuleType, attribute: str) -> type[Conversation] | None:
-    """Return the Conversation of a module; None for an environment that the module has registered with gymnasium.
-
-    Raises:
-        ConfigurationError: it has neither.
-    """
-    member = getattr(module, attribute, None)
-    if inspect.isclass(member) and issubclass(member, Conversation):
-        return member
-    registered = {spec.id: spec.entry_point for spec in gymnasium.registry.values()}
-    if attribute in registered or attribute in (spec_id.rpartition("-v")[0] for spec_id in registered):
-        return None
-    if member is not None:
-        raise ConfigurationError(
-            f"{module.__name__}:{attribute} is neither a subclass of Conversation nor an id registered with gymnasium"
-        )
-    names = ", ".join(_names_in(module)) or "none"
-    raise ConfigurationError(f"module {module.__name__} has no class {attribute}; it has {names}")
-
-
-def _names_in(module: ModuleType) -> list[str]:
-    """Return the names of a module's Conversations, and the ids that it has registered with gymnasium."""
-    classes = inspect.getmembers(module, lambda member: inspect.isclass(member) and issubclass(member, Conversation))
-    names = [name for name, member in classes if member.__module__ == module.__name__]
-    return names + [
-        spec.id
-        for spec in gymnasium.registry.values()
-        if module.__name__
-        == (spec.entry_point.partition(":")[0] if isinstance(spec.entry_point, str) else spec.entry_point.__module__)
-    ]
+        member = getattr(importlib.import_module(module), attribute, None) if attribute else None
+        if inspect.isclass(member) and issubclass(member, Conversation):
+            yield lambda _seed: member()
+        else:
+            yield lambda _seed: GymnasiumEnvironment(name)
 
 
 async def open_with_trial(

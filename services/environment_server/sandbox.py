@@ -22,7 +22,7 @@ from services.data_server.dataset_rows import Rows
 from services.data_server.settings import DataSettings
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Transition, text_of
 from services.environment_server.settings import EnvironmentSettings
-from services.protocol.chat import BOX, CalledFunction
+from services.protocol.chat import CalledFunction
 from services.protocol.evaluation import Action, State
 from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
@@ -44,6 +44,10 @@ SHOWN_CHARACTERS = 4000
 """Longer outputs are cut in the middle."""
 STEPS_PARTS = 3
 """A step may run a program, start a box and grade, so each may take this share of ENVIRONMENT_STEP_SECONDS."""
+BOX = "box"
+"""The split without a task: an empty box, for the tools of an agent."""
+_PROGRAMS = {"python": "code", "bash": "command"}
+"""The argument that has the program, by the name of the tool."""
 _LANGUAGES = {"python": "python", "py": "python", "bash": "bash", "sh": "bash"}
 _READ_PROGRAM = {"python": "import sys; exec(sys.stdin.buffer.read())", "bash": 'eval "$(cat)"'}
 """Arguments of ``-c`` that run the program from standard input, because Linux refuses arguments of 128 kB."""
@@ -69,7 +73,13 @@ def program_of(text: str) -> tuple[str, str] | None:
     """
     call, closed, _ = text.partition("<tool_call>")[2].rpartition("</tool_call>")
     if closed:
-        return CalledFunction.model_validate_json(call.strip()).program()
+        called = CalledFunction.model_validate_json(call.strip())
+        try:
+            arguments = json.loads(called.arguments) if isinstance(called.arguments, str) else called.arguments
+            return called.name, "".join(arguments[_PROGRAMS[called.name]])
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            takes = ", ".join(f"{name} with a text as its one argument {one!r}" for name, one in _PROGRAMS.items())
+            raise ValueError(f"the call cannot be read; the tools are {takes}") from error
     blocks = [(_LANGUAGES[name], program) for name, program in fenced_blocks(text) if name in _LANGUAGES]
     return blocks[-1] if blocks else None
 

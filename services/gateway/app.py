@@ -30,8 +30,6 @@ from services.gateway.settings import GatewaySettings
 from services.http.app import create_service_app
 from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError, refuse
-from services.http.server import has_left
-from services.protocol.chat import TOOLS
 from services.protocol.sessions import CreateSessionRequest, FinishRequest, RewardRequest, SessionReply, Trace
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -114,8 +112,6 @@ def _add_agent_routes(app: FastAPI, agents: Agents) -> None:
         ("POST", f"{MESSAGES.path}/count_tokens", agents.count_tokens),
         ("GET", f"{RESPONSES.path}/{{response_id}}", agents.find_response),
         ("GET", "/models", agents.list_models),
-        ("GET", "/tools", agents.list_tools),
-        ("POST", "/tools", agents.call_tool),
     ]
     options: dict[str, Any] = {"tags": ["agents"], "route_class_override": AgentRoute}
     body = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
@@ -147,24 +143,6 @@ class AgentRoute(JsonRoute):
             await response(scope, receive, send)
 
 
-class Reply(Response):
-    """A reply to an agent; it calls ``on_taken`` once the connection has taken the whole reply."""
-
-    def __init__(self, content: bytes, media_type: str, on_taken: Callable[[], None]) -> None:
-        super().__init__(content, media_type=media_type)
-        self._on_taken = on_taken
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the reply."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        # The server waits with the second part until the connection has taken the first one.
-        for part in (self.body, b""):
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        if not has_left(receive):
-            self._on_taken()
-        await send({"type": "http.response.body", "body": b""})
-
-
 class Agents:
     """The answers to agents' requests, each of which belongs to a session."""
 
@@ -188,11 +166,10 @@ class Agents:
     async def answer(self, api: Api, http: Request, session: Session) -> Response:
         """Return the model's next turn."""
         request = await self._read(api, http, session)
-        call = await self._gateway.calls.complete(session, request, api, Asker(http))
-        on_taken = partial(session.hand_over, call.name)
+        call = await self._gateway.calls.complete(session, request, api, Asker(http.headers))
         if not request.stream:
-            return Reply(orjson.dumps(call.reply), "application/json", on_taken)
-        return Reply(b"".join(api.stream(call.reply, request)), "text/event-stream", on_taken)
+            return Response(orjson.dumps(call.reply), media_type="application/json")
+        return Response(b"".join(api.stream(call.reply, request)), media_type="text/event-stream")
 
     async def count_tokens(self, http: Request, session: Session) -> dict[str, Any]:
         """Return the length of the prompt that a request of the Messages API would have."""
@@ -211,14 +188,6 @@ class Agents:
     async def list_models(self, _http: Request, _session: Session) -> dict[str, Any]:
         """Return the content of GET /models."""
         return self._gateway.models()
-
-    async def list_tools(self, _http: Request, _session: Session) -> list[dict[str, Any]]:
-        """Return the content of GET /tools."""
-        return TOOLS
-
-    async def call_tool(self, http: Request, session: Session) -> dict[str, Any]:
-        """Return the message with a tool's output."""
-        return await self._gateway.tools.call(session, await _json_object(http))
 
     async def _read(self, api: Api, http: Request, session: Session) -> ChatRequest:
         body: Mapping[str, Any] = await _json_object(http)

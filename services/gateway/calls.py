@@ -7,14 +7,10 @@ bytes, only if
 
 1. it has a key of an earlier request with the same body in its session: the ``Idempotency-Key`` of the client, or the
    mark that RetryingTransport keeps over its attempts. Keys are recorded.
-2. it has no ``Idempotency-Key``, its client counts it as a retry (``x-stainless-retry-count``) or counts no retries at
-   all (curl), and an equal call was abandoned: all of its connections closed before one of them had taken the whole
-   reply. It gets the call that was abandoned first, and no other request gets that one. If there is none, a counted
-   retry joins the oldest equal call in flight that no retry has joined, since its connection may not be closed yet.
-   (A client that counts no retries and whose request RetryingTransport sends again repeats none: its call was lost.)
+2. it has no ``Idempotency-Key``, and its client counts it as a retry (``x-stainless-retry-count``). It gets the newest
+   equal call that no such retry has repeated: of those in flight, or else of those that were answered.
 
-Everything else is a new call, within the limits of the session. Which replies were taken is written with the session's
-next record. After a crash the others count as abandoned, since an old reply does less harm than a sample too many.
+Everything else is a new call, within the limits of the session.
 """
 
 from __future__ import annotations
@@ -109,9 +105,6 @@ class Calls:
             ProblemError: 400, the request cannot be answered; 409, the session is finished; 429, a limit is reached;
                 507, the disk is full.
         """
-        if asker.may_repeat and session.in_flight:
-            # The event loop may have read this request before the end of the connection of the first attempt.
-            await asyncio.sleep(0)
         session.check_open()
         name = session.earlier(request.digest, asker)
         if name is None:
@@ -119,13 +112,9 @@ class Calls:
         else:
             REPEATED.inc()
             session.repeated += 1
-        session.attach(name, request.digest, asker)
-        try:
-            recorded = session.tree.calls.get(name)
-            return await asyncio.shield(session.in_flight[name]) if recorded is None else recorded
-        except asyncio.CancelledError:
-            session.detach(name, asker)
-            raise
+        session.names.update({(request.digest, key): name for key in asker.keys})
+        recorded = session.tree.calls.get(name)
+        return await asyncio.shield(session.in_flight[name]) if recorded is None else recorded
 
     def _begin(self, session: Session, request: ChatRequest, api: Api) -> str:
         """Begin a new call and return its name; raises ProblemError, 429, if a limit is reached."""
@@ -267,7 +256,6 @@ class Calls:
             await self._store.enter(
                 RECORDED_TOKENS, call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(record)))
             )
-            del session.delivered[: len(record["delivered"])]
             branches = session.tree.branches
             session.tree.add(call)
         CALLS.inc()

@@ -160,8 +160,9 @@ def _matched_stop(completion: TokenSequence, request: ChatRequest, prompts: Chat
 
 
 def _logprobs(completion: TokenSequence, prompts: ChatPrompts) -> dict[str, Any]:
-    entries = []
-    for token, logprob in zip(completion.completion_ids.tolist(), completion.logprobs.tolist(), strict=True):
-        text, content = prompts.codec.decode([token]), prompts.codec.token_bytes(token)
-        entries.append({"token": text, "logprob": logprob, "bytes": list(content), "top_logprobs": []})
+    pairs = zip(completion.completion_ids.tolist(), completion.logprobs.tolist(), strict=True)
+    entries = [
+        {"token": prompts.codec.decode([token]), "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in pairs
+    ]
     return {"content": entries}

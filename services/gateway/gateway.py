@@ -19,7 +19,6 @@ from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import TRACED_TOKENS, Store
-from services.gateway.tools import Tools
 from services.http.problems import ProblemError, refuse
 from services.protocol.sessions import (
     CreateSessionRequest,
@@ -56,7 +55,6 @@ _DELETE = (
     "DELETE FROM sessions WHERE id = ?",
     "DELETE FROM calls WHERE session = ?",
     "DELETE FROM lost WHERE session = ?",
-    "DELETE FROM tools WHERE session = ?",
 )
 
 
@@ -70,7 +68,6 @@ class Gateway:
         self.settings = settings
         self._own_process = own_process
         self._store = Store(settings.directory, on_damage)
-        self.tools = Tools(self._store, settings.token)
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
         self._creating = asyncio.Lock()
@@ -104,7 +101,6 @@ class Gateway:
             task.cancel()
         await asyncio.gather(self._expiring, *tasks, return_exceptions=True)
         await self.calls.close()
-        await self.tools.close()
         await self._store.close()
 
     def _load_model(self) -> Calls:
@@ -242,7 +238,6 @@ class Gateway:
                 await self._store.enter(TRACED_TOKENS, session.sampled_tokens, finish, *deletions)
                 session.reward, session.reason, session.is_finished = request.reward, request.reason, True
                 self._sessions.pop(session_id, None)
-                self.tools.release(session_id)
                 SESSIONS.set(len(self._sessions))
         return session.trace()
 
@@ -258,7 +253,6 @@ class Gateway:
             await self._store.lose(reason, lost, *statements)
             session.is_finished = True
             self._sessions.pop(session_id, None)
-            self.tools.release(session_id)
             SESSIONS.set(len(self._sessions))
 
     async def expire(self, now: float) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NoReturn
-
-from fastapi import Request
-from starlette.types import Receive
 
 from services.core.tasks import Stopwatch
 from services.gateway.requests import ChatRequest
 from services.gateway.tree import Call, Tree
 from services.http.problems import ProblemError, refuse
-from services.http.server import has_left
 from services.protocol.sessions import (
-    AGAIN,
     DEADLINE,
     END_BEFORE,
     REQUEST_MARK,
@@ -31,37 +27,13 @@ from services.protocol.sessions import (
 
 
 class Asker:
-    """The connection of a request, and what its headers say of earlier attempts to send the request."""
+    """The headers of a request that tell of earlier attempts to send it."""
 
-    def __init__(self, http: Request) -> None:
-        headers = http.headers
+    def __init__(self, headers: Mapping[str, str]) -> None:
         key = headers.get("idempotency-key")
-        mark, again, _ = headers.get(REQUEST_MARK, "").partition(AGAIN)
-        self.receive: Receive = http.receive
-        self.keys = [name for name in (key, mark) if name]
-        self.is_retry = headers.get("x-stainless-retry-count", "").strip("0").isdecimal()
+        self.keys = [name for name in (key, headers.get(REQUEST_MARK)) if name]
+        self.is_retry = not key and headers.get("x-stainless-retry-count", "").strip("0").isdecimal()
         """The clients of OpenAI, Anthropic and others count their retries."""
-        counts_retries = any(name.startswith("x-stainless-") for name in headers)
-        # No record has the mark of an attempt that was lost with its call.
-        self.may_repeat = not key and (self.is_retry or not (counts_retries or again))
-        """True if it may repeat an abandoned request, unless a call has one of its keys."""
-
-
-@dataclass(eq=False)
-class Handover:
-    """A call whose whole reply no connection has taken yet."""
-
-    keys: list[str] = field(default_factory=list)
-    """The keys of the requests for it."""
-    connections: list[Receive] = field(default_factory=list)
-    """The connections that wait, or waited, for the reply."""
-    is_joined: bool = False
-    """True if a retry has joined the call."""
-
-    @property
-    def is_abandoned(self) -> bool:
-        """True if all its connections are closed."""
-        return all(map(has_left, self.connections))
 
 
 @dataclass
@@ -85,10 +57,8 @@ class Session:
     """Sampled tokens that the tree lacks, by reason."""
     in_flight: dict[str, asyncio.Task[Call]] = field(default_factory=dict)
     """The calls that are being answered, by name."""
-    handovers: dict[str, Handover] = field(default_factory=dict)
-    """Calls in flight, and calls whose reply may not have arrived, by name, the oldest first."""
-    delivered: list[str] = field(default_factory=list)
-    """The calls whose replies were taken whole since the last record."""
+    retried: set[str] = field(default_factory=set)
+    """The names of the calls that a counted retry has repeated; a gateway that restarts forgets them."""
     names: dict[tuple[str, str], str] = field(default_factory=dict)
     """Names of calls by digest and key."""
     repeated: int = 0
@@ -147,58 +117,34 @@ class Session:
         for key in asker.keys:
             if name := self.names.get((digest, key)):
                 return name
-        if not asker.may_repeat:
+        if not asker.is_retry:
             return None
-        equal = {name: handover for name, handover in self.handovers.items() if name.startswith(digest)}
-        repeated = next((name for name in equal if equal[name].is_abandoned), None)
-        if repeated is None and asker.is_retry:
-            repeated = next((name for name in equal if name in self.in_flight and not equal[name].is_joined), None)
-        if repeated is not None:
-            equal[repeated].is_joined = True
-        return repeated
+        calls = (*reversed(self.in_flight), *reversed(self.tree.calls))
+        name = next((n for n in calls if n.partition("-")[0] == digest and n not in self.retried), None)
+        if name is not None:
+            self.retried.add(name)
+        return name
 
     def begin(self, digest: str) -> str:
         """Return the name of a new call."""
         names = (f"{digest}-{number}" if number else digest for number in count())
-        name = next(name for name in names if name not in self.tree.calls and name not in self.in_flight)
-        self.handovers[name] = Handover()
-        return name
-
-    def attach(self, name: str, digest: str, asker: Asker) -> None:
-        """Let a request wait for the reply of a call."""
-        self.names.update({(digest, key): name for key in asker.keys})
-        if handover := self.handovers.get(name):
-            handover.keys += asker.keys
-            handover.connections.append(asker.receive)
-
-    def detach(self, name: str, asker: Asker) -> None:
-        """Note that a request no longer waits."""
-        if handover := self.handovers.get(name):
-            handover.connections.remove(asker.receive)
-
-    def hand_over(self, name: str) -> None:
-        """Note that a connection has taken the reply of a call whole."""
-        if self.handovers.pop(name, None) is not None:
-            self.delivered.append(name)
+        return next(name for name in names if name not in self.tree.calls and name not in self.in_flight)
 
     def forget(self, name: str) -> None:
         """Forget a call that failed."""
-        del self.handovers[name]
         self.names = {key: other for key, other in self.names.items() if other != name}
+        self.retried.discard(name)
 
     def record(self, call: Call) -> dict[str, Any]:
-        """Return a call with what has changed in the session since the last record, as plain data for ``restore``."""
-        changed = {"keys": self.handovers[call.name].keys, "delivered": [*self.delivered], "repeated": self.repeated}
-        return call.record() | changed
+        """Return a call with its keys, as plain data for ``restore``."""
+        keys = [key for (_, key), name in self.names.items() if name == call.name]
+        return call.record() | {"keys": keys, "repeated": self.repeated}
 
     def restore(self, record: dict[str, Any]) -> None:
-        """Add a call from its record; its reply may not have arrived, unless a later record says so."""
+        """Add a call from its record."""
         name = self.tree.restore(record).name
         digest, _, _ = name.partition("-")
-        self.handovers[name] = Handover()
         self.names.update({(digest, key): name for key in record["keys"]})
-        for delivered in record["delivered"]:
-            self.handovers.pop(delivered, None)
         self.repeated = record["repeated"]
 
     def refuse_late(self, why: str = "its calls waited for engines") -> NoReturn:

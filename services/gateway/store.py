@@ -27,14 +27,6 @@ CREATE TABLE IF NOT EXISTS calls (
     record BLOB NOT NULL        -- Call.record as JSON
 );
 CREATE INDEX IF NOT EXISTS calls_of_session ON calls (session, number);
-CREATE TABLE IF NOT EXISTS tools (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    session TEXT NOT NULL,
-    call TEXT NOT NULL,         -- the id of a tool call
-    action TEXT NOT NULL,
-    reply TEXT                  -- of the environment-server, as JSON; without one, the call is under way
-);
-CREATE INDEX IF NOT EXISTS tools_of_session ON tools (session, number);
 CREATE TABLE IF NOT EXISTS lost (session TEXT NOT NULL, reason TEXT NOT NULL, tokens INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS lost_of_session ON lost (session);
 CREATE TABLE IF NOT EXISTS account (name TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;

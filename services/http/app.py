@@ -91,7 +91,6 @@ def create_service_app(
     app.state.lifecycle = lifecycle
     problems.install(app)
     _add_common_routes(app, settings, lifecycle, health, stats)
-    _complete_openapi(app, asks_token=settings.token is not None)
     app.add_middleware(
         ServiceMiddleware,
         service=service,
@@ -149,21 +148,6 @@ def _add_common_routes(
     async def get_settings() -> ComponentRecord:
         """Return the service's settings without secrets, the code's commit, and the versions of packages."""
         return await asyncio.to_thread(provenance.describe, settings)
-
-
-def _complete_openapi(app: FastAPI, *, asks_token: bool) -> None:
-    """Add the token, which FastAPI does not know of, to the OpenAPI page."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        if asks_token:
-            document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"token": []}]
-            document["paths"]["/health"]["get"]["security"] = []
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents replacing it
 
 
 class Lifecycle:

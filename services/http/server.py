@@ -20,7 +20,6 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import SecretStr
 from starlette.requests import Request
-from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.core import endpoints, logs
@@ -255,19 +254,6 @@ async def ended_before_client_left(request: Request, work: asyncio.Future[Any]) 
     finally:
         gone.cancel()
     return work.done()
-
-
-def has_left(receive: Receive) -> bool:
-    """Return at once whether the client of a request, whose body was received, has closed its connection."""
-    coming = receive()
-    try:
-        # Runs until it would wait. To wait in a task, and cancel that, would take several turns of the event loop.
-        coming.send(None)  # type: ignore[attr-defined]
-    except StopIteration as message:
-        return bool(message.value["type"] == "http.disconnect")
-    finally:
-        coming.close()  # type: ignore[attr-defined]
-    return False
 
 
 async def _disconnection(request: Request) -> None:

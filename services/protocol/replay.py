@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
 from typing import Any, Self
 
 import orjson
@@ -66,25 +65,16 @@ class AddGroupsReply(WireModel):
     size: int
 
 
-class SampleStrategy(StrEnum):
-    """A rule by which groups are drawn: by priority, the newest first, or uniformly."""
-
-    PRIORITY = "priority"
-    RECENCY = "recency"
-    UNIFORM = "uniform"
-
-
 class SampleGroupsRequest(StrictModel):
     """Body of POST /groups/sample: draws groups without replacement, fewer than asked for if fewer qualify.
 
     ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): a group's
-    probability p is proportional to priority ** alpha. ``correction`` is its beta (section 3.4): the weights are
-    (N p) ** -beta, divided by their expected value over the buffer. The same seed draws the same groups from the same
-    contents. With a ``source`` the buffer of all this is the groups of that source.
+    probability p is proportional to priority ** alpha, so that 0 draws uniformly. ``correction`` is its beta (section
+    3.4): the weights are (N p) ** -beta, divided by their expected value over the buffer. The same seed draws the same
+    groups from the same contents. With a ``source`` the buffer of all this is the groups of that source.
     """
 
     batch_size: int = Field(ge=1, le=4096)
-    strategy: SampleStrategy = SampleStrategy.PRIORITY
     exponent: float = Field(default=1.0, ge=0, le=10)
     correction: float = Field(default=0.0, ge=0, le=1)
     min_policy_version: Count = 0

@@ -86,8 +86,7 @@ END_BEFORE = "stop the agent's loop earlier, or catch this error and return a re
 """The advice to an agent in the refusal of a call over a session's limit."""
 REQUEST_MARK = "X-Request-Mark"
 """A header by which RetryingTransport marks agents' requests: one mark for all attempts to send a request, and another
-for each other request. From the second attempt on, AGAIN follows the mark."""
-AGAIN = ";again"
+for each other request."""
 
 
 class TraceSequence(Tokens):

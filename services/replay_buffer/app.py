@@ -43,18 +43,6 @@ MAX_BODY_BYTES = 256 * 2**20
 
 Collector = Annotated[str, Query(max_length=200)]
 
-_SCHEMA = wire.AddGroupsRequest.model_json_schema(ref_template="#/components/schemas/{model}")
-_GROUPS_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": {name: part for name, part in _SCHEMA.items() if name != "$defs"}},
-            wire.GROUPS_TYPE: {"schema": {"type": "string", "format": "binary"}},
-        },
-    }
-}
-"""The body of the routes that take groups, for the OpenAPI page."""
-
 Label = Annotated[str, Path(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
 
 
@@ -192,7 +180,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
 
 
 def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/groups", tags=["store"], openapi_extra=_GROUPS_BODY)
+    @app.post("/groups", tags=["store"])
     async def post_groups(request: Annotated[wire.AddGroupsRequest, Depends(_added)]) -> wire.AddGroupsReply:
         """Store groups; groups whose id is known already are left as they are."""
         return await buffer.run(lambda: buffer.store.add(request.groups, request.priorities))
@@ -220,7 +208,7 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
 
 
 def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
-    @app.post("/queue", tags=["queue"], openapi_extra=_GROUPS_BODY)
+    @app.post("/queue", tags=["queue"])
     async def post_queue(
         request: Annotated[wire.AddGroupsRequest, Depends(_added)], collector: Collector = ""
     ) -> wire.AddGroupsReply:

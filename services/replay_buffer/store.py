@@ -139,20 +139,15 @@ class Store:
         rows = (self._find(group_id) for group_id in request.exclude)
         exclude = [position for place, _, position in filter(None, rows) if place == "store"]
         source = self._number(request.source) if request.source else None
-        if request.strategy is wire.SampleStrategy.RECENCY:
-            draws = self.groups.newest(
-                request.batch_size, least_version=request.min_policy_version, exclude=exclude, source=source
-            )
-        else:
-            draws = self.groups.draw(
-                request.batch_size,
-                np.random.default_rng(request.seed),
-                exponent=request.exponent if request.strategy is wire.SampleStrategy.PRIORITY else 0.0,
-                correction=request.correction,
-                least_version=request.min_policy_version,
-                exclude=exclude,
-                source=source,
-            )
+        draws = self.groups.draw(
+            request.batch_size,
+            np.random.default_rng(request.seed),
+            exponent=request.exponent,
+            correction=request.correction,
+            least_version=request.min_policy_version,
+            exclude=exclude,
+            source=source,
+        )
         self.counts["sampled"] += len(draws)
         weights = [{"priority": d.priority, "probability": d.probability, "weight": d.weight} for d in draws]
         return wire.framed({"draws": weights}, self.database.groups(draw.sequence for draw in draws))
@@ -349,13 +344,6 @@ class PriorityIndex:
     def newest_version(self) -> int | None:
         """Return the newest policy version in the index, None in an empty one."""
         return int(self._records["version"].max()) if len(self) else None
-
-    def newest(
-        self, count: int, *, least_version: int = 0, exclude: Iterable[int] = (), source: int | None = None
-    ) -> list[Draw]:
-        """Return the ``count`` records that came last, newest first; ``exclude`` are positions."""
-        rows = self._records[np.flatnonzero(self._qualifying(least_version, exclude, source))[-count:][::-1]]
-        return [Draw(int(row["sequence"]), float(row["priority"]), 1.0, 1.0) for row in rows]
 
     def draw(
         self,

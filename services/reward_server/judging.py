@@ -45,7 +45,8 @@ MAX_TOKENS = 2048
 """Most tokens of a reply with its reasoning, unless JUDGE_ARGS has another `max_tokens`."""
 MAX_REPLY_BYTES = 4 * 2**20
 _PATH = "/chat/completions"
-_FIRST_TOKEN: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+_TRIES = 2
+"""Requests for a verdict, of which the second says what was wrong with the first reply."""
 _TIE = 0.5
 _MAX_REASON = 500
 
@@ -113,8 +114,8 @@ Read = Callable[[ChatChoice], Verdict]
 class Judge:
     """A judge, which answers within ``serving``; all sources of a run share it, its places and its verdicts."""
 
-    def __init__(self, settings: JudgeSettings, *, is_soft: bool) -> None:
-        """Read the key; ``is_soft`` if the judge is asked for probabilities.
+    def __init__(self, settings: JudgeSettings) -> None:
+        """Read the key.
 
         Raises:
             ConfigurationError: the variable of the key is not set.
@@ -123,7 +124,6 @@ class Judge:
         self.settings = settings
         self.counts: Counter[str] = Counter()
         """The calls and their cost since the start of this process."""
-        self._is_soft = is_soft
         self._client = HttpClient(
             settings.judge_url,
             token=_key(settings),
@@ -177,13 +177,11 @@ class Judge:
     async def _probe(self, seconds: float) -> None:
         settings = self.settings
         ask: Messages = [{"role": "user", "content": "Reply with the word yes."}]
-        body = self._body(ask, **(_FIRST_TOKEN if self._is_soft else {"max_tokens": 1}))
+        body = self._body(ask, max_tokens=1)
         where = f"JUDGE_URL {settings.judge_url}"
         try:
             response = await self._client.request("POST", _PATH, body, deadline=seconds, attempt_seconds=seconds)
-            choice = ChatReply.model_validate_json(response.content).choices[0]
-            if self._is_soft:
-                _first_tokens(choice)
+            ChatReply.model_validate_json(response.content)
         except RequestRefusedError as error:
             raise ConfigurationError(
                 f"{where} refuses a request for JUDGE_MODEL {settings.judge_model}: {error.status} {error.detail}; the "
@@ -195,36 +193,17 @@ class Judge:
                 f"{where} answers {kind} that is not a chat completion ({text_of(response)[:80]!r}); give the base URL "
                 "of an OpenAI-compatible API, mostly ending in /v1"
             ) from error
-        except NoVerdictError as error:
-            raise ConfigurationError(f"{where}: {error}; judge_soft needs them, `judge` does not") from error
 
-    async def score(self, reward: str, item: RewardItem, rubric: Rubric) -> Evaluation:
-        """Return the score of an answer alone, from 0 to 1, by the reward ``judge`` or ``judge_soft``.
-
-        It is the weighted mean over the rubric's criteria, of the verdicts or of the probabilities of "yes".
-        """
+    async def score(self, item: RewardItem, rubric: Rubric) -> Evaluation:
+        """Return the score of an answer alone, from 0 to 1: the weighted mean of the verdicts on the criteria."""
         try:
-            if reward == "judge_soft":
-                verdict = await self._soft_verdict(item, rubric)
-            else:
-                asked = rubrics.criteria_messages(rubric, item)
-                verdict = await self._verdict(
-                    asked, lambda choice: Verdict(*rubrics.read_criteria(_text(choice), asked, rubric))
-                )
+            asked = rubrics.criteria_messages(rubric, item)
+            verdict = await self._verdict(
+                asked, lambda choice: Verdict(*rubrics.read_criteria(_text(choice), asked, rubric))
+            )
         except NoVerdictError as error:
             return self._failed(error)
         return Evaluation(rubric.score(verdict.scores), reason=verdict.reason)
-
-    async def _soft_verdict(self, item: RewardItem, rubric: Rubric) -> Verdict:
-        """Return the probability of "yes" by criterion, with the same as text."""
-
-        def read(choice: ChatChoice) -> Verdict:
-            return Verdict({"yes": rubrics.read_soft(_first_tokens(choice))})
-
-        asked = [rubrics.soft_messages(rubric, criterion, item) for criterion in rubric.criteria]
-        verdicts = await asyncio.gather(*(self._verdict(one, read, tries=1, **_FIRST_TOKEN) for one in asked))
-        scores = {c.name: verdict.scores["yes"] for c, verdict in zip(rubric.criteria, verdicts, strict=True)}
-        return Verdict(scores, "; ".join(f"{name}: {score:.3f}" for name, score in scores.items()))
 
     async def compare(self, items: Sequence[RewardItem], rubric: Rubric | None) -> list[Evaluation]:
         """Return the scores of the answers to one prompt relative to each other, in order; equal answers share one.
@@ -256,7 +235,7 @@ class Judge:
         body = {"model": settings.judge_model, "messages": messages, **sampling, **fields, **settings.judge_args}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _verdict(self, messages: Messages, read: Read, *, tries: int = 2, **fields: Any) -> Verdict:
+    async def _verdict(self, messages: Messages, read: Read) -> Verdict:
         """Return the verdict that the answer to ``messages`` is read as: kept, shared with an equal request, or new.
 
         A request runs on if nobody waits for it any more, so that its verdict is kept for the next time.
@@ -264,20 +243,20 @@ class Judge:
         Raises:
             NoVerdictError: the judge gave none.
         """
-        body = self._body(messages, **fields)
+        body = self._body(messages)
         key = _digest(body)
         call = self._calls.get(key)
         if call is not None:
             self._hit()
         else:
-            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, read, tries))
+            call = self._calls[key] = asyncio.create_task(self._kept_or_new(key, body, read))
             call.add_done_callback(lambda _: self._calls.pop(key))
         outcome = await asyncio.shield(call)
         if isinstance(outcome, NoVerdictError):
             raise outcome
         return outcome
 
-    async def _kept_or_new(self, key: str, body: dict[str, Any], read: Read, tries: int) -> Verdict | NoVerdictError:
+    async def _kept_or_new(self, key: str, body: dict[str, Any], read: Read) -> Verdict | NoVerdictError:
         if (kept := await self._verdicts.find(key)) is not None:
             self._hit()
             return kept
@@ -290,7 +269,7 @@ class Judge:
             reason = f"no place was free for {seconds:g} s (SERVICE_DEADLINE_SECONDS); raise it or JUDGE_CONCURRENCY"
             return NoVerdictError(reason, "queue", RewardStatus.OVERLOADED)
         try:
-            verdict, cost = await self._ask(body, read, tries, end)
+            verdict, cost = await self._ask(body, read, end)
         except NoVerdictError as error:
             return error
         except (DependencyLostError, RequestRefusedError) as error:
@@ -300,11 +279,11 @@ class Judge:
         await self._verdicts.keep(key, verdict, self._model or "", cost)
         return verdict
 
-    async def _ask(self, body: dict[str, Any], read: Read, tries: int, end: float) -> tuple[Verdict, tuple[int, int]]:
+    async def _ask(self, body: dict[str, Any], read: Read, end: float) -> tuple[Verdict, tuple[int, int]]:
         """Return a new verdict, and the tokens of all prompts and replies that it took; ask again if unusable.
 
         Raises:
-            NoVerdictError: none of ``tries`` replies had a verdict, or one was cut off.
+            NoVerdictError: none of _TRIES replies had a verdict, or one was cut off.
             RequestRefusedError, DependencyLostError: the judge refused, or did not answer until ``end``.
         """
         messages, costs = body["messages"], []
@@ -312,11 +291,10 @@ class Judge:
             left = max(end - time.monotonic(), 0.001)
             reply = await self._client.call("POST", _PATH, ChatReply, body, deadline=left, attempt_seconds=left)
             costs.append(self._count(reply))
-            tries -= 1
             try:
                 verdict = read(reply.choices[0])
             except NoVerdictError as error:
-                if not tries or error.label == "truncated":
+                if len(costs) == _TRIES or error.label == "truncated":
                     raise
                 refused = {"role": "assistant", "content": reply.choices[0].message.content or "(nothing)"}
                 again = {"role": "user", "content": f"That cannot be used: {error}. Reply with the JSON object alone."}
@@ -356,7 +334,7 @@ def judge_of(settings: RewardSettings) -> Judge | None:
     """
     if not any(name in JUDGES for name in settings.names):
         return None
-    return Judge(settings, is_soft="judge_soft" in settings.names)
+    return Judge(settings)
 
 
 def _digest(content: Any) -> str:
@@ -377,13 +355,6 @@ def _text(choice: ChatChoice) -> str:
     if choice.finish_reason == "length":
         raise NoVerdictError("the reply is cut off; raise `max_tokens` in JUDGE_ARGS", "truncated")
     return choice.message.content or ""
-
-
-def _first_tokens(choice: ChatChoice) -> list[Any]:
-    tokens = choice.logprobs.content if choice.logprobs else None
-    if not tokens or not tokens[0].top_logprobs:
-        raise NoVerdictError("the replies have no top_logprobs", "no_logprobs")
-    return list(tokens[0].top_logprobs)
 
 
 def _no_answer(error: DependencyLostError | RequestRefusedError) -> NoVerdictError:

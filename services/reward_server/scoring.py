@@ -142,10 +142,10 @@ class Scorer:
             case "reasoning_gym":
                 answer = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
                 return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth, answer)
-            case "judge" | "judge_soft":
+            case "judge":
                 assert self._judge is not None
                 assert self._rubric is not None
-                return self._judge.score(function, item, self._rubric)
+                return self._judge.score(item, self._rubric)
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)

@@ -49,7 +49,7 @@ class CodeScore(StrEnum):
 
 
 class JudgeSettings(DeadlineSettings):
-    """The judge of the rewards `judge`, `judge_soft` and `judge_group`: a model behind OpenAI's API."""
+    """The judge of the rewards `judge` and `judge_group`: a model behind OpenAI's API."""
 
     judge_url: str | None = Field(None, pattern=r"^https?://")
     """The judge's base URL, up to and with `/v1`, such as `http://127.0.0.1:30001/v1` of an engine of your own, or a

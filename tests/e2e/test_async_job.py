@@ -1,4 +1,4 @@
-"""An asynchronous run, whole: jobgroups/async.yaml's tasks as real processes, which train and broadcast adapters.
+"""An asynchronous run, whole: jobgroups/async.yaml's tasks as real processes, which train adapters.
 
 One of its engines is killed, and the run is ended by Ctrl-C.
 """

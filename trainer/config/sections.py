@@ -189,7 +189,7 @@ class RunSection(ModelSettings, MethodSettings, ModeSection, AsynchronousSection
     (TRACKIO_SPACE_ID and others; unset, its files are in SHARED_DIR/trackio), `mlflow` (MLFLOW_TRACKING_URI). `auto`:
     `wandb` if WANDB_API_KEY is set. A resumed run continues its curve there."""
     profile_steps: Annotated[str, AfterValidator(_named_steps)] = ""
-    """Profile these steps, such as `10` or `10:12`, on rank 0 and in all engines: the directory `profile` of the run
+    """Profile these steps, such as `10` or `10:12`, on rank 0 and in SGLang: the directory `profile` of the run
     has traces of the processor and the GPU for Perfetto, a snapshot of the trainer's GPU memory, and a timeline of
     phases and groups."""
 
@@ -514,8 +514,8 @@ class PublishingSection(Settings):
     """The transfer of new weights to the rollout workers."""
 
     publish_transport: Transport = Transport.DISK
-    """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo, and LoRA adapters over HTTP.
-    `local`: in memory that the trainer shares with engines on its host; whole weights only."""
+    """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo; LoRA adapters are read from the
+    volume all the same. `local`: in memory that the trainer shares with engines on its host; whole weights only."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
     with the chance that makes their mean exact. The trainer computes with the rounded weights, too."""

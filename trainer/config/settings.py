@@ -366,7 +366,7 @@ def _of_weights(settings: TrainerSettings) -> Iterator[str]:
     rank, transport, offloads = settings.lora_rank, settings.publish_transport, settings.cpu_offload is True
     is_float32 = settings.publish_type is PublishedType.FLOAT32
     if transport is Transport.LOCAL and rank:
-        yield f"PUBLISH_TRANSPORT is local, but adapters (LORA_RANK={rank}) are not shared in memory; set broadcast"
+        yield f"PUBLISH_TRANSPORT is local, but adapters (LORA_RANK={rank}) are not shared in memory; set disk"
     if settings.compute_type is ComputeType.BFLOAT16 and is_float32:
         yield "PUBLISH_TYPE is float32, but COMPUTE_TYPE=bfloat16 computes another policy; set both alike"
     if offloads and rank:

@@ -7,10 +7,8 @@ waits for that only when fewer than MIN_WORKERS workers are left.
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import Counter
@@ -192,10 +190,6 @@ class Publisher:
         writer, is_adapter = self.writer, self.settings.lora_rank > 0
         if self.settings.publish_transport is Transport.LOCAL:
             check_hosts(workers)
-        if is_adapter and state:
-            # No engine receives adapters through a process group.
-            send = partial(_send_adapter, writer.policy.adapter_config(), pickle.dumps(state), version)
-            return Delivery(version, send, is_adapter=True)
         if writer.on_gpus is not None and state:
             return writer.on_gpus.delivery(version, workers)
         return from_directory(version, writer.path, is_adapter=is_adapter)
@@ -247,10 +241,6 @@ def check_hosts(workers: Sequence[Worker]) -> None:
             raise ConfigurationError(
                 f"PUBLISH_TRANSPORT=local, but worker {worker.url} runs on another host than the trainer; {REMEDY}"
             )
-
-
-async def _send_adapter(config: Mapping[str, Any], tensors: bytes, version: int, engine: Engine) -> None:
-    await engine.load_adapter_from_tensors(config, tensors, version)
 
 
 def router_of(settings: TrainerSettings) -> RouterAdmin:

@@ -95,8 +95,9 @@ class VersionWriter:
         """The newest version on the ranks' GPUs, with PUBLISH_TRANSPORT=local."""
         self.memory = HostMemory(settings.policy_dir) if is_local and self.on_gpus is None and ranks.is_main else None
         """The newest version in memory, with PUBLISH_TRANSPORT=local on processors; on rank 0."""
-        self.is_sent = settings.publish_transport is not Transport.DISK
-        """Versions are sent to the workers and written while the next steps train. Rank 0's value counts."""
+        self.is_sent = settings.publish_transport is not Transport.DISK and not settings.lora_rank
+        """Versions are sent to the workers and written while the next steps train. Rank 0's value counts. Adapters are
+        small, and no engine receives them through a process group: workers read them from the volume."""
         self._pool = ThreadPoolExecutor(1, "policy-writer")
         self._next: deque[tuple[int, Save]] = deque(maxlen=1)
         """The version that the thread writes next; a newer one takes its place."""
@@ -170,16 +171,15 @@ class VersionWriter:
 
     def _put(self, version: int, state: dict[str, Tensor], save: Save) -> None:
         """Write a gathered version, now or in the thread; on rank 0."""
-        is_later = self.is_sent and not self.settings.lora_rank
         # Out of the memory that the next version takes, the thread may still be writing the one before.
-        self._check_writes(is_waiting=not is_later or self.memory is not None)
+        self._check_writes(is_waiting=not self.is_sent or self.memory is not None)
         self.path = self.store.path(version)
         if self.memory is not None:
             self.path = self.memory.write(version, save)
             save = partial(_copy_files, self.path)
         else:
             self.state = state if self.is_sent else {}
-        if not is_later:
+        if not self.is_sent:
             write_version(self.store, version, save)
             return
         with writing(self.store.policy_dir):

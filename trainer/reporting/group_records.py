@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 DIRECTORY = "groups"
 """The directory of a run's records within its run directory."""
-NOT_SETTINGS = {"jobgroup_token", "shared_dir", "run_id", "log_level", "log_format", "record_groups"}
+NOT_SETTINGS = {"jobgroup_token", "shared_dir", "run_id", "log_level", "record_groups"}
 """Settings on which no step depends; records leave them out."""
 
 

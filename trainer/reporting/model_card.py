@@ -15,7 +15,7 @@ from services.run_page.directory import Run
 
 CARD = "README.md"
 CURVE = "reward.png"
-_OF_THIS_RUN = ("shared_dir", "run_id", "log_level", "log_format", "model_name")
+_OF_THIS_RUN = ("shared_dir", "run_id", "log_level", "model_name")
 """Settings that say nothing about the model, or stand elsewhere in the card."""
 _SECRET = "**********"
 

@@ -1,7 +1,7 @@
 // The settings in which runs differ.
 
 // These say where a run took place and what it is called.
-const OWN = new Set(["run_id", "shared_dir", "jobgroup_token", "log_level", "log_format"]);
+const OWN = new Set(["run_id", "shared_dir", "jobgroup_token", "log_level"]);
 const COMMIT_DIGITS = 10;
 // The task, reward, method, rate and sizes of a run. Other settings come after these.
 const IMPORTANT = [

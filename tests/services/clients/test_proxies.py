@@ -64,7 +64,7 @@ async def recording(**options: Any) -> AsyncIterator[tuple[int, list[str]]]:
 
 async def judge(url: str) -> None:
     settings = RewardSettings.load(reward_fn="judge_group", judge_url=f"{url}/v1", judge_model="m")
-    await Judge(settings, is_soft=False).check()
+    await Judge(settings).check()
 
 
 async def teacher(url: str) -> None:

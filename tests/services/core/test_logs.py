@@ -1,14 +1,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import subprocess
 import sys
-
-import pytest
-
-from services.core import logs
-from services.core.errors import ConfigurationError
 
 SPEAK = """
 import logging
@@ -27,16 +21,14 @@ except ZeroDivisionError:
 
 
 @functools.cache
-def spoken(log_format: str) -> list[str]:
-    process = subprocess.run(
-        [sys.executable, "-c", SPEAK], env={"LOG_FORMAT": log_format}, capture_output=True, text=True, check=True
-    )
+def spoken() -> list[str]:
+    process = subprocess.run([sys.executable, "-c", SPEAK], env={}, capture_output=True, text=True, check=True)
     assert process.stdout == ""
     return process.stderr.splitlines()
 
 
 def test_a_line_has_time_level_component_event_and_fields() -> None:
-    lines = spoken("text")
+    lines = spoken()
     assert lines[0].endswith("Z info data-server: loaded rows=3 share=0.25 path='a b'")
     assert lines[2].endswith("warning data-server: from uvicorn")
     assert lines[3].endswith("error data-server: failed")
@@ -44,25 +36,4 @@ def test_a_line_has_time_level_component_event_and_fields() -> None:
 
 
 def test_a_value_cannot_forge_a_line() -> None:
-    assert spoken("text")[1].endswith(r"asked path='/x\n2026 error data-server: forged'")
-
-
-def test_json_lines_parse() -> None:
-    records = [json.loads(line) for line in spoken("json")]
-    assert records[0] == {
-        "component": "data-server",
-        "event": "loaded",
-        "level": "info",
-        "rows": 3,
-        "share": 0.25,
-        "path": "a b",
-        "nothing": None,
-        "timestamp": records[0]["timestamp"],
-    }
-    assert "ZeroDivisionError" in records[-1]["exception"]
-
-
-def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOG_FORMAT", "xml")
-    with pytest.raises(ConfigurationError, match="'xml'; allowed are 'text' and 'json'"):
-        logs.configure("x")
+    assert spoken()[1].endswith(r"asked path='/x\n2026 error data-server: forged'")

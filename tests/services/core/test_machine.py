@@ -37,23 +37,21 @@ from trainer.model.ranks import join_ranks
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "visible", "remedy"),
+    ("build", "driver", "visible", "said"),
     [
-        (None, "580.65.06", None, "torch built for processors only.*install a torch that is built for CUDA"),
-        ("13.0", "550.54.14", None, r"driver 550.54.14, torch built for CUDA 13.0.*whose driver is new enough"),
-        ("13.0", None, None, "driver not found.*not in /usr/local/nvidia/lib64, .* LD_LIBRARY_PATH"),
-        ("13.0", "580.65.06", "0", "unset CUDA_VISIBLE_DEVICES, which is '0'"),
+        (None, "580.65.06", None, "torch built for processors only"),
+        ("13.0", None, "0", r"CUDA_VISIBLE_DEVICES 0, driver not found, torch built for CUDA 13.0"),
     ],
 )
-def test_missing_gpus_are_told_with_driver_build_and_remedy(
-    monkeypatch: pytest.MonkeyPatch, build: str | None, driver: str | None, visible: str | None, remedy: str
+def test_missing_gpus_are_told_with_driver_and_build(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, driver: str | None, visible: str | None, said: str
 ) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "2")
     monkeypatch.setattr(machine, "driver_version", lambda: driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ConfigurationError, match=f"is 2, but torch sees 1 CUDA devices.*{remedy}"):
+    with pytest.raises(ConfigurationError, match=f"is 2, but torch sees 1 CUDA devices.*{said}"):
         machine.check_cuda(1, build)
     machine.check_cuda(2, build)
 

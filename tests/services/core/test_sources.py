@@ -37,22 +37,22 @@ def test_sources_are_read_with_their_own_settings_and_sorted_by_name(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- name: a\n- ratio: 2\n  name: a\n", "line 2: a source named 'a' is above; give each its own name"),
-        ("- name: a\n  ratio: 0\n", "line 2: ratio is 0; give a number above 0"),
-        ("- name: a\n  ratio: .nan\n", "line 2: ratio is nan; give a number above 0"),
-        ("- name: a\n  loss: clipped\n", "line 2: 'loss' is not a key of a source; allowed are name, ratio"),
-        ("- name: a\n  ratio: 1\n  ratio: 2\n", "line 2: 'ratio' is set twice in a source; remove one"),
-        ("- name: A b\n", "line 1: name is 'A b'; give at most 40 lower-case letters"),
-        ("- ratio: 1\n", "line 1: a source without name; give at most 40 lower-case letters"),
-        ("- name: a\n  eval_only: maybe\n", "line 2: eval_only is 'maybe'; give true or false"),
-        ("- arithmetic\n", "line 1: a source is a mapping"),
+        ("- name: a\n- ratio: 2\n  name: a\n", "two sources are named 'a'; give each its own name"),
+        ("- name: a\n  ratio: 0\n", "source 1: ratio is 0; give a number above 0"),
+        ("- name: a\n  ratio: .nan\n", "source 1: ratio is nan; give a number above 0"),
+        ("- name: a\n  loss: clipped\n", "source 1: 'loss' is not a key of a source; allowed are name, ratio"),
+        ("- name: a\n  ratio: 1\n  ratio: 2\n", "'ratio' is there twice"),
+        ("- name: A b\n", "source 1: name is 'A b'; give at most 40 lower-case letters"),
+        ("- ratio: 1\n", "source 1: name is None; give at most 40 lower-case letters"),
+        ("- name: a\n  eval_only: maybe\n", "source 1: eval_only is 'maybe'; give true or false"),
+        ("- arithmetic\n", "write a list of sources"),
         ("- name: a\n  eval_only: true\n", "every source is eval_only; train on at least one"),
         ("name: a\n", "write a list of sources"),
         ("", "write a list of sources"),
         ("- name: [\n", "is not YAML"),
     ],
 )
-def test_a_file_that_is_not_valid_is_refused_with_its_line(write, text, message):
+def test_a_file_that_is_not_valid_is_refused_with_its_place(write, text, message):
     path = write(text)
     with pytest.raises(ConfigurationError, match=re.escape(message)) as refusal:
         load_sources(path)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import pickle
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.embedded_engine.adapters import pack_adapter, read_adapter, unpickle_tensors
+from services.embedded_engine.adapters import pack_adapter, read_adapter
 from services.embedded_engine.app import create_app
-from services.embedded_engine.engine import NotIdleError
 from services.embedded_engine.loading import load
 from services.embedded_engine.scheduler import Request
 from services.embedded_engine.weights import WeightsError
@@ -134,32 +129,6 @@ def test_requests_end_when_their_adapter_does_not_come_back(engine: RunningEngin
     assert finish["type"] == "length"
 
 
-def test_an_adapter_stays_while_requests_are_paused_in_place(engine: RunningEngine, adapters: list[Path]) -> None:
-    load_into(engine, adapters[0])
-    started = threading.Event()
-    engine.submit(use_adapter=True, max_new_tokens=200, on_progress=lambda _: started.set())
-    assert started.wait(IDLE_SECONDS)
-    engine.engine.pause("in_place").result(IDLE_SECONDS)
-    with pytest.raises(NotIdleError, match="paused in place"):
-        load_into(engine, adapters[1])
-
-
-class _Harmful:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harmed",)
-
-
-def test_pickled_tensors_are_read_and_nothing_else_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    read = unpickle_tensors(pickle.dumps(tensors))
-    assert all(torch.equal(read[name], value) and read[name].dtype == value.dtype for name, value in tensors.items())
-    for payload in (_Harmful(), [1], {"a": 1}, {"a": _Harmful()}):
-        with pytest.raises(WeightsError):
-            unpickle_tensors(pickle.dumps(payload))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_adapter_that_does_not_fit_is_refused(engine: RunningEngine, adapters: list[Path]) -> None:
     config = json.loads((adapters[0] / CONFIG_FILE).read_text())
     tensors = load_file(adapters[0] / WEIGHTS_FILE)
@@ -182,14 +151,10 @@ async def test_refusals_change_nothing(
     serving: Serving, tiny_model: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
     load_first = {"lora_name": "policy", "lora_path": str(adapters[0])}
-    harmful = base64.b64encode(pickle.dumps(_Harmful())).decode()
-    tensors = {"lora_name": "policy", "config_dict": {}}
     async with serving(create_app(settings_for(tiny_model))) as http:
         for route, body, reason in (
             ("load_lora_adapter", {**load_first, "lora_path": str(tmp_path)}, "no LoRA adapter that can be read"),
             ("unload_lora_adapter", {"lora_name": "policy"}, "policy does not exist"),
-            ("load_lora_adapter_from_tensors", {**tensors, "serialized_named_tensors": ["%"]}, "not base64"),
-            ("load_lora_adapter_from_tensors", {**tensors, "serialized_named_tensors": [harmful]}, "not allowed"),
         ):
             reply = await http.post(f"/{route}", json=body)
             assert reply.status_code == 400

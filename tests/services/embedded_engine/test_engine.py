@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.embedded_engine.engine import EngineStoppedError, NotIdleError
+from services.embedded_engine.engine import EngineStoppedError
 from services.embedded_engine.model import Model
 from services.embedded_engine.scheduler import Request, Sequence
 from tests.services.embedded_engine.conftest import PROMPT, RunningEngine
@@ -169,55 +169,13 @@ def test_weights_change_only_once_nothing_runs_and_nothing_is_let_in_before(
     engine: RunningEngine, other_weights: dict[str, torch.Tensor]
 ) -> None:
     gate, running = held(engine)
-    changed = engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "1", keeps_caches=False)
+    changed = engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "1")
     late = engine.submit()
     gate.released.set()
-    assert changed.result(IDLE_SECONDS) == 0
+    changed.result(IDLE_SECONDS)
     assert running.result(IDLE_SECONDS).sequences[0].versions == [("0", 0)]
     assert late.result(IDLE_SECONDS).sequences[0].versions == [("1", 0)]
     assert engine.engine.version == "1"
-
-
-@both_types
-def test_weights_that_change_in_place_show_in_the_versions_of_each_token(
-    engine: RunningEngine, other_weights: dict[str, torch.Tensor], tiny_model: Path, compute_type: str
-) -> None:
-    gate, running = held(engine, tokens=5, max_new_tokens=20, n=2)
-    paused = engine.engine.pause("in_place")
-    gate.released.set()
-    assert paused.result(IDLE_SECONDS) == 2
-    assert not running.done()
-    changed = engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "7", keeps_caches=True)
-    assert changed.result(IDLE_SECONDS) == 2
-    engine.engine.resume().result(IDLE_SECONDS)
-    for sequence in running.result(IDLE_SECONDS).sequences:
-        assert sequence.versions == [("0", 0), ("7", 5)]
-    # The tokens before the change have the old model's log-probabilities.
-    sequence = running.result().sequences[0]
-    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    ids = [*PROMPT, *sequence.output_ids]
-    with torch.inference_mode():
-        wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-    for place in range(5):
-        row = len(PROMPT) + place - 1
-        expected = float(wanted[row, ids[row + 1]])
-        assert sequence.logprobs[place] == pytest.approx(expected, abs=logprob_tolerance(compute_type))
-
-
-def test_caches_in_use_are_not_thrown_away(engine: RunningEngine, other_weights: dict[str, torch.Tensor]) -> None:
-    gate, running = held(engine)
-    paused = engine.engine.pause("in_place")
-    gate.released.set()
-    paused.result(IDLE_SECONDS)
-    with pytest.raises(NotIdleError, match="flush_cache false"):
-        engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "1", keeps_caches=False).result(
-            IDLE_SECONDS
-        )
-    with pytest.raises(NotIdleError):
-        engine.engine.flush().result(IDLE_SECONDS)
-    assert engine.engine.version == "0"
-    engine.engine.resume()
-    assert running.result(IDLE_SECONDS).sequences[0].versions == [("0", 0)]
 
 
 @both_types
@@ -228,7 +186,7 @@ def test_retracted_sequences_go_on_with_new_weights_throughout(
     paused = engine.engine.pause("retract")
     gate.released.set()
     assert paused.result(IDLE_SECONDS) == 1
-    engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "2", keeps_caches=False).result(IDLE_SECONDS)
+    engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "2").result(IDLE_SECONDS)
     engine.engine.resume()
     sequence = running.result(IDLE_SECONDS).sequences[0]
     assert sequence.versions == [("0", 0), ("2", 5)]
@@ -247,12 +205,12 @@ def test_logits_that_are_not_finite_abort_the_completion_and_leave_no_trace(
     wanted = outputs(engine.generate(n=2, sampling_seed=1))
     broken = {name: tensor.clone() for name, tensor in other_weights.items()}
     broken["model.layers.1.self_attn.v_proj.bias"][:] = torch.nan
-    engine.engine.change_weights(engine.loaded.pack(broken), "1", keeps_caches=False).result(IDLE_SECONDS)
+    engine.engine.change_weights(engine.loaded.pack(broken), "1").result(IDLE_SECONDS)
     sequence = engine.generate().sequences[0]
     assert sequence.finish == {"type": "abort", "message": "the model's logits are not finite"}
     assert sequence.logprobs == []
     weights = engine.loaded.read_weights(tiny_model)
-    engine.engine.change_weights(weights, "2", keeps_caches=False).result(IDLE_SECONDS)
+    engine.engine.change_weights(weights, "2").result(IDLE_SECONDS)
     assert outputs(engine.generate(n=2, sampling_seed=1)) == wanted
 
 

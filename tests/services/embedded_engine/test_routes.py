@@ -64,7 +64,7 @@ async def test_a_full_queue_is_answered_429_with_when_to_try_again(
     monkeypatch.setattr(app, "Engine", partial(Engine, max_queued=2))
     settings = settings_for(tiny_model, engine_max_running_requests=1)
     async with serving(create_app(settings)) as client:
-        await client.post("/pause_generation", json={"mode": "in_place"})
+        await client.post("/pause_generation", json={"mode": "retract"})
         waiting = [asyncio.create_task(client.post("/generate", json=body())) for _ in range(2)]
         async with asyncio.timeout(IDLE_SECONDS):
             while (await client.get("/stats")).json()["waiting"] < 2:  # noqa: ASYNC110  # it has no event for it
@@ -81,13 +81,13 @@ async def test_a_request_that_is_aborted_before_its_prompt_is_computed_is_answer
     serving: Serving, tiny_model: Path
 ) -> None:
     async with serving(create_app(settings_for(tiny_model))) as client:
-        await client.post("/pause_generation", json={"mode": "in_place"})
+        await client.post("/pause_generation", json={"mode": "retract"})
         asked = {**body(n=2), "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
         waiting = asyncio.create_task(client.post("/generate", json=asked))
         async with asyncio.timeout(IDLE_SECONDS):
             while not (await client.get("/stats")).json()["waiting"]:  # noqa: ASYNC110  # it has no event for it
                 await asyncio.sleep(0.001)
-        await client.post("/abort_request", json={"abort_all": True})
+        await client.post("/pause_generation", json={"mode": "abort"})
         reply = await waiting
         assert reply.status_code == 200
         for record in reply.json():
@@ -110,7 +110,7 @@ async def test_health_answers_while_weights_load_and_requests_run(serving: Servi
 @pytest.mark.slow
 def test_a_client_that_leaves_frees_its_place(start_service: StartService, tiny_model: Path) -> None:
     service = start_service(ENGINE, MODEL_NAME=str(tiny_model), ENGINE_MAX_RUNNING_REQUESTS="1")
-    httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, timeout=IDLE_SECONDS, trust_env=False)
+    httpx.post(f"{service.url}/pause_generation", json={"mode": "retract"}, timeout=IDLE_SECONDS, trust_env=False)
     leaves = httpx.Timeout(IDLE_SECONDS, read=0.3)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{service.url}/generate", json=body(max_new_tokens=200), timeout=leaves, trust_env=False)
@@ -126,7 +126,7 @@ def test_sigterm_gives_running_requests_their_tokens_and_exits_with_0(
     start_service: StartService, tiny_model: Path
 ) -> None:
     service = start_service(ENGINE, MODEL_NAME=str(tiny_model))
-    httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, timeout=IDLE_SECONDS, trust_env=False)
+    httpx.post(f"{service.url}/pause_generation", json={"mode": "retract"}, timeout=IDLE_SECONDS, trust_env=False)
     replies: list[httpx.Response] = []
 
     def ask() -> None:

@@ -1,10 +1,9 @@
-"""Equal requests: as many samples as calls, and the earlier bytes for a request whose reply did not arrive."""
+"""Equal requests: as many samples as calls, and the earlier bytes for a request that repeats another."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +19,6 @@ from fastapi import FastAPI
 
 from services.clients.agent_episodes import RetryingTransport
 from services.core.tasks import Stopwatch
-from services.gateway.app import Reply
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
@@ -83,20 +81,6 @@ def text(reply: httpx.Response) -> str:
     return content
 
 
-async def leave(running: Running) -> None:
-    """Ask an engine that does not answer, and close the connection."""
-    running.engine.may_answer.clear()
-    asked = len(running.engine.requests)
-    url = running.client.base_url
-    _, writer = await asyncio.open_connection(url.host, url.port)
-    content = json.dumps(BODY).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Stainless-Retry-Count: 0\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    await eventually(lambda: len(running.engine.requests) > asked, every=0.01)
-    writer.close()
-    await writer.wait_closed()
-
-
 async def test_five_equal_requests_are_five_samples_with_ids_of_their_own(gateway: StartGateway) -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     async with gateway(answers=[text]) as running:
@@ -117,7 +101,7 @@ async def test_five_equal_requests_are_five_samples_with_ids_of_their_own(gatewa
         assert (trace["turns"], len(trace["sequences"]), trace["calls_repeated"]) == (5, 5, 0)
 
 
-async def test_a_retry_joins_the_oldest_call_that_no_retry_has_joined(gateway: StartGateway) -> None:
+async def test_a_counted_retry_gets_the_newest_equal_call_that_no_other_retry_has(gateway: StartGateway) -> None:
     async with gateway(answers=["Hi."]) as running:
         await running.open()
         numbered(running)
@@ -128,20 +112,9 @@ async def test_a_retry_joins_the_oldest_call_that_no_retry_has_joined(gateway: S
             await eventually(lambda calls=calls: len(running.engine.requests) == calls, every=0.01)
             await are_repeated(running, repetitions)
         running.engine.may_answer.set()
-        assert [text(reply) for reply in await asyncio.gather(*asked)] == ["1", "2", "1", "2", "3"]
-
-
-@pytest.mark.parametrize("headers", [{}, RETRY], ids=["curl", "retry"])
-async def test_an_abandoned_call_answers_the_next_request_once(gateway: StartGateway, headers: dict[str, str]) -> None:
-    async with gateway(answers=["Hi."]) as running:
-        await running.open()
-        numbered(running)
-        for _ in range(2):
-            await leave(running)
-        running.engine.may_answer.set()
-        assert [text(await post(running, **new)) for new in (FIRST, {"Idempotency-Key": "new"})] == ["3", "4"]
-        assert [text(await post(running, **headers)) for _ in range(3)] == ["1", "2", "5"]
-        assert (await running.finish())["calls_repeated"] == 2
+        assert [text(reply) for reply in await asyncio.gather(*asked)] == ["1", "2", "2", "1", "3"]
+        # Clients that count no retries, such as curl, ask anew.
+        assert [text(await post(running, **new)) for new in ({}, RETRY, {"Idempotency-Key": "new"})] == ["4", "4", "5"]
 
 
 async def test_a_client_that_is_cut_between_record_and_reply_gets_the_same_bytes(
@@ -168,37 +141,12 @@ async def test_a_client_that_is_cut_between_record_and_reply_gets_the_same_bytes
         cut.cancel()
         await asyncio.gather(cut, return_exceptions=True)
         [session] = sessions
-        await eventually(lambda: all(handover.is_abandoned for handover in session.handovers.values()))
         may_reply.set()
         await eventually(lambda: not session.in_flight)
-        again, another = [await post(running) for _ in range(2)]
+        again, another = [await post(running, **headers) for headers in (RETRY, {})]
         assert again.content == orjson.dumps(next(iter(session.tree.calls.values())).reply)
         assert len(running.engine.requests) == 2
         assert text(another) == "2"
-
-
-@pytest.mark.parametrize("parts", [0, 1, 2])
-async def test_a_reply_is_taken_once_its_last_byte_is_sent(parts: int) -> None:
-    """The connection closes when it has taken ``parts`` of two messages."""
-    taken: list[bool] = []
-    sent: list[dict[str, Any]] = []
-    waiting = asyncio.Event()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        if len(sent) <= parts:
-            await waiting.wait()
-        return {"type": "http.disconnect"}
-
-    reply = Reply(b"content", "text/event-stream", lambda: taken.append(True))
-    open_to_the_end = asyncio.Event().wait
-    await reply({"type": "http"}, receive, send)
-    assert not taken
-    await reply({"type": "http"}, open_to_the_end, send)
-    assert taken == [True]
-    assert b"".join(message.get("body", b"") for message in sent) == 2 * b"content"
 
 
 async def test_a_key_is_one_call_for_equal_bodies_only(gateway: StartGateway) -> None:
@@ -229,14 +177,14 @@ async def test_a_call_that_failed_gives_its_number_and_its_key_to_the_next(gatew
         assert (await running.finish())["turns"] == 2
 
 
-async def test_after_a_restart_a_reply_counts_as_taken_if_a_later_record_says_so(gateway: StartGateway) -> None:
+async def test_after_a_restart_a_counted_retry_gets_the_newest_equal_call(gateway: StartGateway) -> None:
     async with gateway(answers=["Hi."]) as running:
         await running.open()
         numbered(running)
         assert [text(await post(running)) for _ in range(3)] == ["1", "2", "3"]
     async with gateway(answers=["Hi."]) as running:
         numbered(running)
-        assert [text(await post(running)) for _ in range(2)] == ["3", "1"], "the last reply may not have arrived"
+        assert [text(await post(running, **headers)) for headers in (RETRY, {})] == ["3", "1"]
         trace = await running.finish()
         assert (trace["turns"], trace["calls_repeated"]) == (4, 1)
 
@@ -268,7 +216,7 @@ async def test_a_program_that_leaves_the_relay_finds_its_answer_when_it_asks_aga
                 url = f"{base_url}/chat/completions"
                 with pytest.raises(httpx.ReadTimeout):
                     await client.post(url, json=BODY, timeout=1.0)
-                asked = asyncio.create_task(client.post(url, json=BODY, timeout=IDLE_SECONDS))
+                asked = asyncio.create_task(client.post(url, json=BODY, headers=RETRY, timeout=IDLE_SECONDS))
                 await are_repeated(running, 1)
                 running.engine.may_answer.set()
                 return [text(await asked), text(await client.post(url, json=BODY))]

@@ -82,10 +82,3 @@ def with_bytes(*decoding: Any) -> TokenizersBackend:
     backend.decoder = decoders.Sequence([*decoding, decoders.ByteFallback(), decoders.Fuse()])
     backend.add_tokens(["<0xyz>", "<t>é"])
     return TokenizersBackend(tokenizer_object=backend)
-
-
-def test_the_bytes_of_tokens_are_those_of_the_vocabulary() -> None:
-    codec = TextCodec(with_bytes(decoders.Replace("▁", " ")))
-    for text in ("a 😀 €", " ab<t>é", "<0xyz>b\n"):
-        assert b"".join(map(codec.token_bytes, codec.encode(text))) == text.encode()
-    assert codec.token_bytes(0xE2) == b"\xe2"

@@ -270,11 +270,11 @@ class Service:
     """A service whose process is the test's own, and a client of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self.log_formats: list[str | None] = []
+        self.log_levels: list[str | None] = []
         self.loading, self.may_load, self.asked = (threading.Event() for _ in range(3))
         self.may_load.set()
         self._monkeypatch, self._capfd = monkeypatch, capfd
-        monkeypatch.setattr(logs, "configure", lambda *_: self.log_formats.append(os.environ.get("LOG_FORMAT")))
+        monkeypatch.setattr(logs, "configure", lambda *_: self.log_levels.append(os.environ.get("LOG_LEVEL")))
         monkeypatch.setattr(os, "environ", dict(os.environ))
 
     def run(self, *flags: str, then: Callable[[str], object] | None = None) -> tuple[int, str]:
@@ -399,8 +399,8 @@ def test_what_cannot_work_exits_with_a_code_and_one_line(service: Service, monke
                 assert said.startswith("error: ")
                 assert said.count("\n") == 1
             monkeypatch.setattr(os, "environ", {n: v for n, v in os.environ.items() if n not in variables})
-    service.run("--failure", "configuration", "--log-format", "json")
-    assert service.log_formats[-1] == "json"
+    service.run("--failure", "configuration", "--log-level", "debug")
+    assert service.log_levels[-1] == "debug"
 
 
 @pytest.mark.parametrize("settings_class", [HeadSettings, EnvironmentSettings])

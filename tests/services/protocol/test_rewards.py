@@ -43,7 +43,7 @@ def test_an_answer_is_not_judged_only_where_the_service_failed(reward, status, v
         ("math", {"math": 1.0, "f:short": -1.0}, True),
         ("f:share", {"f:share": 0.99, "f:percent": 40.0}, False),
         ("f:share", {"f:share": None, "f:percent": 40.0}, None),
-        ("", {"judge_soft": 3.0}, None),
+        ("", {"judge": 3.0}, None),
         (None, {"f:share": 0.5, "f:percent": 40.0}, True),
     ],
 )

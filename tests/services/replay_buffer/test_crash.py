@@ -10,7 +10,7 @@ from services.clients.replay import ReplayClient
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Group
-from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest, SampleStrategy
+from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest
 from tests.waiting import LIMIT_SECONDS
 
 
@@ -55,7 +55,7 @@ async def test_what_was_acknowledged_survives_sigkill(start_service: Any, tmp_pa
 
     service = start_service("services.replay_buffer", **environment)
     async with ReplayClient(Endpoint("127.0.0.1", service.port)) as replay:
-        kept = await replay.sample(SampleGroupsRequest(batch_size=4096, strategy=SampleStrategy.UNIFORM))
+        kept = await replay.sample(SampleGroupsRequest(batch_size=4096, exponent=0.0))
         assert stored.items() <= {drawn.group.group_id: drawn.group for drawn in kept}.items()
         waiting = set()
         # First the lease whose reply may have been lost: asking for it again gives it, or another.

@@ -60,7 +60,7 @@ REFUSED = [
     ("/groups", {"groups": [{"group_id": "a"}]}),
     ("/queue", {"groups": "all"}),
     ("/groups/sample", {"batch_size": 0}),
-    ("/groups/sample", {"batch_size": 4, "strategy": "best"}),
+    ("/groups/sample", {"batch_size": 4, "exponent": -1}),
     ("/groups/sample", {"batch_size": 4, "exponent": -1}),
     ("/groups/priorities", {"priorities": {"a": -1}}),
     ("/queue/lease", {"max_groups": 0}),

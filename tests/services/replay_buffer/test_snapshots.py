@@ -16,7 +16,6 @@ def picture(parts: Any) -> tuple[Any, ...]:
         list(parts.stored().items()),
         parts.waiting(),
         [parts.sample(5, seed=seed) for seed in range(3)],
-        parts.sample(5, strategy="recency"),
         parts.store.groups.newest_version(),
         [parts.group(name) for name in [*parts.stored(), *parts.waiting()]],
     )
@@ -30,7 +29,7 @@ def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buff
         for step in range(12):
             parts.store.add([group(f"s{step}-{i}", version=step + 10) for i in range(3)], [step + 1.0] * 3)
             drawn = parts.sample(4, seed=step, exponent=0.7)
-            seen += [drawn, parts.sample(2, strategy="uniform", seed=step)]
+            seen += [drawn, parts.sample(2, exponent=0.0, seed=step)]
             parts.store.update_priorities({name: 0.5 + len(name) for name in drawn})
             parts.queue.enqueue([group(f"f{step}", version=step + 10)], None)
             lease_id, names = parts.lease(2)

@@ -36,7 +36,6 @@ def test_a_draw_of_a_source_is_by_its_priorities_alone_also_after_a_restart_and_
     assert parts.stored()["b3"] == 0.25, "a new group has the highest priority of its source"
     drawn = parts.sample(3, source="b", seed=1)
     assert sorted(drawn) == ["b0", "b2", "b3"], "b1 has no priority"
-    assert parts.sample(2, source="b", strategy="recency") == ["b3", "b2"]
     parts.store.save("here")
     again = buffer()
     assert again.sample(3, source="b", seed=1) == drawn

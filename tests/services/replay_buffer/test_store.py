@@ -58,15 +58,14 @@ def test_a_group_without_a_priority_gets_the_highest(buffer: Any, group: Any) ->
     assert parts.stored() == {"a": 1.0, "b": 5.0, "c": 0.0, "d": 5.0}
 
 
-def test_strategies(buffer: Any, group: Any) -> None:
+def test_groups_are_drawn_by_priority_or_uniformly(buffer: Any, group: Any) -> None:
     parts = buffer()
     parts.store.add([group(f"g{i}", version=i) for i in range(10)], [0.0] * 9 + [1.0])
-    assert parts.sample(4, strategy="recency") == ["g9", "g8", "g7", "g6"]
-    assert parts.sample(4, strategy="priority") == ["g9"]
-    assert sorted(parts.sample(20, strategy="uniform")) == [f"g{i}" for i in range(10)]
-    assert set(parts.sample(20, strategy="uniform", min_policy_version=7)) == {"g7", "g8", "g9"}
-    assert parts.sample(3, strategy="uniform", seed=1) == parts.sample(3, strategy="uniform", seed=1)
-    assert [parts.sample(3, strategy="uniform") for _ in range(5)] != [parts.sample(3, strategy="uniform")] * 5
+    assert parts.sample(4, exponent=1.0) == ["g9"]
+    assert sorted(parts.sample(20, exponent=0.0)) == [f"g{i}" for i in range(10)]
+    assert set(parts.sample(20, exponent=0.0, min_policy_version=7)) == {"g7", "g8", "g9"}
+    assert parts.sample(3, exponent=0.0, seed=1) == parts.sample(3, exponent=0.0, seed=1)
+    assert [parts.sample(3, exponent=0.0) for _ in range(5)] != [parts.sample(3, exponent=0.0)] * 5
 
 
 def test_beyond_the_capacity_the_oldest_leave_with_their_contents(buffer: Any, group: Any) -> None:

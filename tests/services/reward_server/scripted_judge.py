@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -62,13 +61,6 @@ def worth(text: str) -> float:
     return max(0.0, 1 - abs(number - 42) / 4)
 
 
-def soft(body: Body, yes: float = 0.6, no: float = 0.2) -> Body:
-    """Return a completion of one token with the likeliest ones."""
-    tops = [("yes", yes / 2), (" Yes", yes / 2), ("no", no), ("maybe", 1 - yes - no)]
-    top = [{"token": token, "logprob": math.log(p)} for token, p in tops if p > 0]
-    return completion("yes", finish_reason="length", logprobs={"content": [{**top[0], "top_logprobs": top}]})
-
-
 @dataclass
 class ScriptedJudge:
     """A judge whose next replies are ``faults``, in order, and then the quiet judge's."""
@@ -88,8 +80,7 @@ class ScriptedJudge:
 
     def reply(self, body: Body) -> Any:
         if len(body["messages"]) == 1:
-            fine = soft(body) if "logprobs" in body else completion("yes", model=self.model)
-            return fine if self.at_start is None else self.at_start
+            return completion("yes", model=self.model) if self.at_start is None else self.at_start
         with self._lock:
             self.asked.append(body)
             fault = self.faults.pop(0) if self.faults else None
@@ -99,7 +90,7 @@ class ScriptedJudge:
             answer = None if fault is None else fault(body)
             if answer is not None:
                 return answer
-            return soft(body) if "logprobs" in body else completion(quiet_content(body), model=self.model)
+            return completion(quiet_content(body), model=self.model)
         finally:
             with self._lock:
                 self.at_once -= 1

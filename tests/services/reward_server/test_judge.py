@@ -18,7 +18,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
-from services.protocol.chat import TokenLogprob
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import rubric
 from services.reward_server.app import create_app
@@ -34,7 +33,6 @@ from tests.services.reward_server.scripted_judge import (
     item,
     quiet_content,
     scripted_judge,
-    soft,
 )
 from tests.waiting import eventually, wait_ready
 
@@ -55,9 +53,9 @@ class Asked:
     judge: Judge
     rubric: Rubric | None
 
-    async def score(self, reward: str, one: RewardItem) -> Evaluation:
+    async def score(self, one: RewardItem) -> Evaluation:
         assert self.rubric is not None
-        return await self.judge.score(reward, one, self.rubric)
+        return await self.judge.score(one, self.rubric)
 
     async def compare(self, items: list[RewardItem]) -> list[Evaluation]:
         return await self.judge.compare(items, self.rubric)
@@ -83,7 +81,7 @@ async def judging(settings: RewardSettings) -> AsyncIterator[Asked]:
 
 async def test_a_score_is_the_weighted_mean_of_ordered_choices(judge: ScriptedJudge) -> None:
     async with judging(judge.settings()) as made:
-        results = [await made.score("judge", item(text)) for text in ("It is 42.", "It is 41.", "42", "41")]
+        results = [await made.score(item(text)) for text in ("It is 42.", "It is 41.", "42", "41")]
     assert [result.value for result in results] == [RIGHT, WRONG, 3 / 4 + 1 / 8, 1 / 8]
     assert results[3].reason == "right: no (r); form: fair (r)"
     assert {request["temperature"] for request in judge.asked} == {0}
@@ -97,8 +95,8 @@ async def test_placeholders_are_replaced_in_one_pass_by_columns_of_the_row(judge
     )
     asked = item("It is 42.", ground_truth="{prompt}", row=json.dumps({"tests": [1, "é"], "ground_truth": "no"}))
     async with judging(judge.settings()) as made:
-        assert (await made.score("judge", asked)).value is not None
-        missing = await made.score("judge", item("It is 42."))
+        assert (await made.score(asked)).value is not None
+        missing = await made.score(item("It is 42."))
     user = judge.asked[0]["messages"][1]["content"]
     assert user.startswith('Tests: [1, "é"]; {kept}\n')
     assert "Equal to {prompt} Choices" in user
@@ -142,7 +140,7 @@ async def test_a_reply_has_every_verdict_or_none(judge: ScriptedJudge) -> None:
         for number, (content, score) in enumerate(REPLIES):
             judge.asked.clear()
             judge.faults[:] = [lambda _, content=content: completion(content)] * 2
-            result = await made.score("judge", item(f"It is 42, {number}."))
+            result = await made.score(item(f"It is 42, {number}."))
             assert result.value == score, content
             assert (result.status is RewardStatus.SCORED) == (score is not None)
             assert len(judge.asked) == (1 if score is not None else 2), "an unusable reply is asked for once more"
@@ -162,13 +160,13 @@ def test_long_replies_and_answers_are_read_in_linear_time() -> None:
 async def test_the_second_try_says_what_was_wrong_and_a_cut_reply_has_none(judge: ScriptedJudge) -> None:
     judge.faults.append(lambda _: completion("Well, yes."))
     async with judging(judge.settings()) as made:
-        assert (await made.score("judge", item("It is 42."))).value == RIGHT
+        assert (await made.score(item("It is 42."))).value == RIGHT
         first, second = (request["messages"] for request in judge.asked)
         assert second[: len(first)] == first
         assert second[2] == {"role": "assistant", "content": "Well, yes."}
         assert "'Well, yes.'" in second[3]["content"]
         judge.faults.append(lambda body: completion(quiet_content(body)[:-1], finish_reason="length"))
-        cut = await made.score("judge", item("It is 43."))
+        cut = await made.score(item("It is 43."))
         assert (cut.value, len(judge.asked)) == (None, 3)
         assert "JUDGE_ARGS" in (cut.reason or "")
         assert made.stats["judge_failures_truncated"] == 1
@@ -192,7 +190,7 @@ async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudg
     async with judging(judge.settings()) as made:
         for injected, seen in INJECTIONS.items():
             judge.faults.append(lambda body, text=injected: completion(f"It claims {text}. But: {quiet_content(body)}"))
-            assert (await made.score("judge", item(f"It is 41. {injected}"))).value == WRONG
+            assert (await made.score(item(f"It is 41. {injected}"))).value == WRONG
             inside = ANSWER.search(judge.asked[-1]["messages"][1]["content"])[2]
             assert inside == f"It is 41. {seen}", "the answer cannot close its fence"
 
@@ -202,11 +200,11 @@ async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJ
     judge.faults += [lambda _: limited] * 2
     async with judging(judge.settings()) as made:
         started = time.monotonic()
-        assert (await made.score("judge", item("It is 42."))).value == RIGHT
+        assert (await made.score(item("It is 42."))).value == RIGHT
         assert time.monotonic() - started >= 2
     async with judging(judge.settings(service_deadline_seconds=3.75)) as made:
         judge.faults += [lambda _: limited] * 20
-        result = await made.score("judge", item("It is 43."))
+        result = await made.score(item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
         assert "429" in (result.reason or "")
         assert made.stats["judge_failures_overloaded"] == 1
@@ -217,9 +215,9 @@ async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge) ->
     judge.faults.append(lambda _: end.wait(60) and None)
     try:
         async with judging(judge.settings(service_deadline_seconds=5, judge_concurrency=2)) as made:
-            hung = asyncio.create_task(made.score("judge", item("It is 40.")))
+            hung = asyncio.create_task(made.score(item("It is 40.")))
             await eventually(lambda: judge.asked)
-            others = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in (41, 42)))
+            others = await asyncio.gather(*(made.score(item(f"It is {n}.")) for n in (41, 42)))
             assert [result.value for result in others] == [WRONG, RIGHT]
             result = await hung
             assert (result.value, result.status) == (None, RewardStatus.TIMEOUT)
@@ -240,7 +238,7 @@ async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge)
         ):
             before = made.stats.get(f"judge_failures_{label}", 0)
             judge.faults.append(lambda _, reply=reply: reply)
-            failed, fine = [await made.score("judge", item(f"It is {text}, {number}.")) for text in (41, 42)]
+            failed, fine = [await made.score(item(f"It is {text}, {number}.")) for text in (41, 42)]
             assert (failed.value, failed.status, fine.value) == (None, RewardStatus.ERROR, RIGHT)
             assert made.stats[f"judge_failures_{label}"] == before + 1
 
@@ -248,7 +246,7 @@ async def test_a_judge_that_fails_meanwhile_gives_no_score(judge: ScriptedJudge)
 async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(judge: ScriptedJudge) -> None:
     judge.faults += [lambda _: time.sleep(0.05)] * 8
     async with judging(judge.settings(judge_concurrency=2)) as made:
-        results = await asyncio.gather(*(made.score("judge", item(f"It is {n}.")) for n in range(38, 46)))
+        results = await asyncio.gather(*(made.score(item(f"It is {n}.")) for n in range(38, 46)))
         assert sum(result.value == RIGHT for result in results) == 1
         assert judge.most_at_once == 2
     end = threading.Event()
@@ -258,7 +256,7 @@ async def test_requests_at_once_are_bounded_and_the_deadline_counts_the_wait(jud
             # Both deadlines are one second away: which of them passes first is chance on a busy machine.
             for first in range(1, 20, 2):
                 texts = [f"It is {number}." for number in (first, first + 1)]
-                results = await asyncio.gather(*(made.score("judge", item(text)) for text in texts))
+                results = await asyncio.gather(*(made.score(item(text)) for text in texts))
                 assert results[0].status is RewardStatus.TIMEOUT
                 if results[1].status is RewardStatus.OVERLOADED:
                     break
@@ -273,27 +271,27 @@ async def test_no_verdict_is_paid_twice(judge: ScriptedJudge) -> None:
     settings = judge.settings()
     judge.faults += [lambda _: completion("no verdict")] * 2
     async with judging(settings) as made:
-        assert (await made.score("judge", item("It is 7."))).value is None
-        assert (await made.score("judge", item("It is 7."))).value == WRONG, "a failure is not kept"
+        assert (await made.score(item("It is 7."))).value is None
+        assert (await made.score(item("It is 7."))).value == WRONG, "a failure is not kept"
         judge.asked.clear()
-        twins = await asyncio.gather(*(made.score("judge", item("It is 42.")) for _ in range(5)))
+        twins = await asyncio.gather(*(made.score(item("It is 42.")) for _ in range(5)))
         assert [result.value for result in twins] == [RIGHT] * 5
         assert len(judge.asked) == 1
         held = threading.Event()
         judge.faults.append(lambda _: held.wait(60) and None)
-        left = asyncio.create_task(made.score("judge", item("It is 43.")))
+        left = asyncio.create_task(made.score(item("It is 43.")))
         await eventually(lambda: len(judge.asked) == 2)
         left.cancel()
         held.set()
         await eventually(lambda: not made.judge._calls)
     async with judging(settings) as made:
-        again = [(await made.score("judge", item(text))).value for text in ("It is 42.", "It is 43.", "It is 7.")]
+        again = [(await made.score(item(text))).value for text in ("It is 42.", "It is 43.", "It is 7.")]
         assert (again, len(judge.asked)) == ([RIGHT, WRONG, WRONG], 2)
         assert made.stats["judge_hits"] == 3
     for other in ({"judge_model": "n"}, {"judge_args": {"max_tokens": 9}}, {"judge_args": {"seed": 1}}):
         before = len(judge.asked)
         async with judging(settings.model_copy(update=other)) as changed:
-            assert (await changed.score("judge", item("It is 42."))).value == RIGHT
+            assert (await changed.score(item("It is 42."))).value == RIGHT
         assert len(judge.asked) == before + 1, "another model or sampling is another verdict"
     with closing(sqlite3.connect(judge.directory / "judge/verdicts.sqlite")) as database:
         rows = database.execute("SELECT model, prompt_tokens, completion_tokens FROM verdicts").fetchall()
@@ -308,17 +306,12 @@ async def test_a_judge_that_lies_about_tokens_and_probabilities_or_never_ends_co
         for number, tokens in enumerate((-1, 2**70)):
             usage = {"prompt_tokens": tokens, "completion_tokens": tokens}
             judge.faults.append(lambda body, usage=usage: {**completion(quiet_content(body)), "usage": usage})
-            assert (await made.score("judge", item(f"It is 42, {number}"))).value == RIGHT
+            assert (await made.score(item(f"It is 42, {number}"))).value == RIGHT
         assert made.stats["judge_tokens"] == 2 * 2**31
         judge.faults.append(lambda _: completion("x" * 20_000))
-        failed = await made.score("judge", item("It is 43."))
+        failed = await made.score(item("It is 43."))
         assert (failed.value, failed.status) == (None, RewardStatus.ERROR)
         assert "10000 bytes" in (failed.reason or "")
-    top = [{"token": "yes", "logprob": 1e9}, {"token": "no", "logprob": -1.0}]
-    certain = rubric.read_soft([TokenLogprob.model_validate(one) for one in top])
-    assert 0.5 < certain < 1
-    with pytest.raises(rubric.NoVerdictError):
-        rubric.read_soft([TokenLogprob(token="yes", logprob=float("nan"))])
 
 
 async def test_a_second_server_is_refused_the_same_verdicts(
@@ -333,29 +326,14 @@ async def test_a_second_server_is_refused_the_same_verdicts(
 
 async def test_a_judge_that_becomes_another_model_is_told(judge: ScriptedJudge) -> None:
     async with judging(judge.settings()) as made:
-        await made.score("judge", item("It is 42."))
+        await made.score(item("It is 42."))
     judge.model = "judge-2"
     with capture_logs() as logs:
         async with judging(judge.settings()) as made:
             for text in ("It is 43.", "It is 44."):
-                await made.score("judge", item(text))
+                await made.score(item(text))
     told = [log for log in logs if log["event"].startswith("another model answers for the judge")]
     assert [(log["before"], log["now"]) for log in told] == [("judge-1", "judge-2")]
-
-
-async def test_a_soft_judge_scores_by_the_probability_of_yes(judge: ScriptedJudge) -> None:
-    (judge.directory / "rubric.yaml").write_text("criteria: [{name: a, text: x}, {name: b, text: y, weight: 3}]")
-    judge.faults += [lambda body: soft(body, 0.6, 0.2), lambda body: soft(body, 0.0, 0.5)]
-    async with judging(judge.settings("judge_soft", judge_concurrency=1)) as made:
-        result = await made.score("judge_soft", item("It is 42."))
-        assert result.value == pytest.approx((0.75 + 3 * 0.0) / 4)
-        assert [request["max_tokens"] for request in judge.asked] == [1, 1]
-        assert (await made.score("judge_soft", item("It is 42."))).value == result.value
-        assert len(judge.asked) == 2
-        judge.faults.append(lambda body: soft(body, 0.0, 0.0))
-        failed = await made.score("judge_soft", item("It is 43."))
-        assert (failed.value, failed.status) == (None, RewardStatus.ERROR)
-        assert "neither yes nor no" in (failed.reason or "")
 
 
 GROUP = [item(f"It is {n}.") for n in (42, 40, 41, 42, 30, 43, 44, 39)]
@@ -429,7 +407,7 @@ async def test_equal_answers_cost_no_request_and_scores_are_rounded_to_quarters(
 
 async def test_a_long_answer_is_cut_in_the_middle(judge: ScriptedJudge) -> None:
     async with judging(judge.settings()) as made:
-        await made.score("judge", item("a" * 10_030 + "42" + "b" * 10_030))
+        await made.score(item("a" * 10_030 + "42" + "b" * 10_030))
     user = judge.asked[0]["messages"][1]["content"]
     assert "a" * 10_000 + "\n(… 62 characters are left out here)\n" + "b" * 10_000 in user
     assert "a" * 10_001 not in user
@@ -504,7 +482,7 @@ async def test_every_source_has_its_rubric_and_all_share_a_judge(
         unknown = await client.post("/batch_reward", json=sent("other", "42"))
         assert unknown.status_code == 422
     (judge.directory / "short.yaml").write_text("criteria: []")
-    with pytest.raises(ConfigurationError, match=r"source 'short': JUDGE_RUBRIC short.yaml, line 1: criteria"):
+    with pytest.raises(ConfigurationError, match=r"source 'short': JUDGE_RUBRIC short.yaml: criteria"):
         create_app(settings)
 
 
@@ -539,14 +517,6 @@ async def test_what_is_no_judge_is_refused_before_the_run_and_at_the_start(judge
                 await wait_ready(app)
 
 
-async def test_a_soft_judge_needs_logprobs(judge: ScriptedJudge) -> None:
-    (judge.directory / "rubric.yaml").write_text("criteria: [{name: a, text: x}]")
-    judge.at_start = completion("yes")
-    settings = judge.settings("judge_soft")
-    with pytest.raises(ConfigurationError, match="top_logprobs"):
-        await made_of(settings).check()
-
-
 async def test_a_judge_out_of_reach_passes_the_check_and_is_waited_for_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -576,24 +546,24 @@ def test_a_judge_without_a_setting_is_refused(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ("criteria:\n- {name: a, text: x}\n- {name: b, text: y}\n- {name: a, text: z}", "line 1: criteria: "),
-    ("criteria:\n- name: a\n  text: x\n  choices: [no, yes, No]", "line 4: criteria.0.choices: "),
-    ("criteria:\n- name: a\n  text: x\n  weight: .nan", "line 4: criteria.0.weight: "),
-    ("criteria:\n- name: a\n  text: x\n  weight: 0", "line 4: criteria.0.weight: "),
-    ("criteria:\n- name: a\n  text: x\n  wieght: 2", "line 4: criteria.0.wieght: "),
-    ("criteria:\n- name: a\n  text: It is {truth.", "line 3: criteria.0.text: "),
-    ("instruction: Give \\boxed{42}.\ncriteria: []", "line 1: instruction: "),
-    ("criteria:\n- name: a\n  text: x\n  choices: [good]", "line 4: criteria.0.choices: "),
-    ("instruction: x\n\ncriteria: []", "line 3: criteria: "),
-    ("- a", "line 1: the file: "),
-    ("", "line 1: the file: "),
+    ("criteria:\n- {name: a, text: x}\n- {name: b, text: y}\n- {name: a, text: z}", "criteria: "),
+    ("criteria:\n- name: a\n  text: x\n  choices: [no, yes, No]", "criteria.0.choices: "),
+    ("criteria:\n- name: a\n  text: x\n  weight: .nan", "criteria.0.weight: "),
+    ("criteria:\n- name: a\n  text: x\n  weight: 0", "criteria.0.weight: "),
+    ("criteria:\n- name: a\n  text: x\n  wieght: 2", "criteria.0.wieght: "),
+    ("criteria:\n- name: a\n  text: It is {truth.", "criteria.0.text: "),
+    ("instruction: Give \\boxed{42}.\ncriteria: []", "instruction: "),
+    ("criteria:\n- name: a\n  text: x\n  choices: [good]", "criteria.0.choices: "),
+    ("instruction: x\n\ncriteria: []", "criteria: "),
+    ("- a", "the file: "),
+    ("", "the file: "),
     ("criteria: [", "is not YAML: "),
     ("criteria:\n- name: a\n  text: x\n  text: y", "line 2"),
     (None, "cannot be read"),
 ]
 
 
-def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(judge: ScriptedJudge) -> None:
+def test_a_rubric_with_a_mistake_is_refused_with_file_and_place(judge: ScriptedJudge) -> None:
     settings = judge.settings()
     path = judge.directory / "rubric.yaml"
     for text, place in MISTAKES:
@@ -602,11 +572,6 @@ def test_a_rubric_with_a_mistake_is_refused_with_file_and_line(judge: ScriptedJu
             create_app(settings)
         assert f"JUDGE_RUBRIC {path}" in str(refusal.value)
         assert place in str(refusal.value), text
-
-
-def test_a_soft_judge_asks_for_no_or_yes_alone(judge: ScriptedJudge) -> None:
-    with pytest.raises(ConfigurationError, match="line 8: "):
-        create_app(judge.settings("judge_soft"))
 
 
 async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
@@ -619,14 +584,14 @@ async def test_a_key_is_sent_and_one_that_is_not_there_is_refused(
     monkeypatch.setenv("MY_KEY", "s3cret")
     async with judging(settings) as made:
         assert made.judge._client._http.headers["authorization"] == "Bearer s3cret"
-        assert (await made.score("judge", item("It is 42."))).value == RIGHT
+        assert (await made.score(item("It is 42."))).value == RIGHT
         judge.faults.append(lambda _: (401, {"error": "unknown: Bearer s3cret"}))
-        refused = await made.score("judge", item("It is 43."))
+        refused = await made.score(item("It is 43."))
         assert "unknown: Bearer ***" in (refused.reason or "")
 
 
 async def test_args_are_sent_and_null_removes_a_field(judge: ScriptedJudge) -> None:
     args = {"temperature": None, "max_tokens": None, "max_completion_tokens": 50, "reasoning_effort": "low"}
     async with judging(judge.settings(judge_args=args)) as made:
-        await made.score("judge", item("It is 42."))
+        await made.score(item("It is 42."))
     assert judge.asked[0].keys() == {"model", "messages", "max_completion_tokens", "reasoning_effort"}

@@ -27,7 +27,7 @@ def test_the_part_that_says_whether_an_answer_is_right_is_chosen_and_its_absence
         ("my_rewards:short=-1,format,my_rewards:f", None, ["my_rewards:f"]),
         ("format", None, ["format"]),
         ("reward_model", None, []),
-        ("judge_soft,format=0.2", None, []),
+        ("judge,format=0.2", None, []),
         ("judge_group,judge", None, []),
         ("judge,format=0.2", "judge", ["judge"]),
         ("math,my_rewards:f", "my_rewards:f", ["my_rewards:f"]),

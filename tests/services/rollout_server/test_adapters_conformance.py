@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import httpx
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.clients.rollout import RolloutClient, SamplingParams
@@ -84,16 +82,6 @@ async def test_openai_routes_take_the_adapter_after_a_colon_in_the_model(
         given = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         likeliest = int(reference(server.model, adapter)(torch.tensor([ids])).logits[0, -1].argmax())
         assert given == logprobs_by(reference(server.model, adapter), [*ids, likeliest], len(ids))
-
-
-async def test_an_adapter_comes_with_the_request(server: Nodes, worker: Engine, adapters: list[Path]) -> None:
-    config = json.loads((adapters[0] / CONFIG_FILE).read_text())
-    tensors = load_file(adapters[0] / WEIGHTS_FILE)
-    await worker.hold("finish", for_adapter=True)
-    await worker.load_adapter_from_tensors(config, pickle.dumps(tensors), 5)
-    await worker.resume()
-    assert await worker.version() == 5
-    assert await worker.rescore(IDS, ADAPTER_NAME) == logprobs_by(reference(server.model, adapters[0]), IDS)
 
 
 async def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(server: Nodes, worker: Engine) -> None:

@@ -96,7 +96,7 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
 
     async def leave_in_mid_update() -> None:
         async with two.admin(1) as worker:
-            await worker.pause("in_place")
+            await worker.pause("retract")
             await worker.begin_update()
 
     with Traffic(two) as traffic:

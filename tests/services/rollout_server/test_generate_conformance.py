@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,26 +127,6 @@ def test_what_cannot_be_done_is_refused_with_400(server: Nodes) -> None:
     assert generate(server).status_code == 200
 
 
-def test_an_aborted_request_answers_200_with_what_it_has(server: Nodes) -> None:
-    replies: list[httpx.Response] = []
-
-    def ask() -> None:
-        replies.append(generate(server, rid="to-be-aborted", max_new_tokens=240, ignore_eos=True))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive():
-        assert server.post(server.worker(), "/abort_request", {"rid": "to-be-aborted"}).status_code == 200
-        time.sleep(0.01)
-    reply = replies[0].json()
-    kind = reply["meta_info"]["finish_reason"]["type"]
-    # It may have ended before the abort came.
-    assert kind in ("abort", "length")
-    assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
-    if kind == "abort":
-        assert len(reply["output_ids"]) < 240
-
-
 @pytest.mark.parametrize("seed_each", [False, True], ids=["a request a prompt", "a request a completion"])
 async def test_the_client_gets_groups_through_the_router(server: Nodes, reference: Any, seed_each: bool) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=0.8)
@@ -186,6 +164,8 @@ async def test_a_profile_shows_what_the_engine_computed(server: Nodes, tmp_path:
     async with server.admin() as worker:
         with pytest.raises(WorkerRefusedError):
             await worker.end_profile()
+    if server.engine == "embedded":
+        pytest.skip("the embedded engine records no profile")
     # Where SGLang's uvicorn lacks httptools, it closes the connection of a failed request without a word.
     async with server.admin() as worker:
         await worker.begin_profile(tmp_path / "profile")

@@ -1,8 +1,9 @@
-"""OpenAI's chat and text completions: the same tests against the embedded engine and the real SGLang."""
+"""OpenAI's chat completions: the same tests against the embedded engine and the real SGLang."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -41,13 +42,14 @@ def test_several_chat_completions_come_with_their_places(client: openai.OpenAI, 
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, server: Nodes) -> None:
-    whole = client.completions.create(model=model_of(server), prompt="8+9=", max_tokens=4, temperature=0)
-    assert whole.object == "text_completion"
-    text = whole.choices[0].text
-    assert len(text) >= 2
-    cut = client.completions.create(model=model_of(server), prompt="8+9=", max_tokens=4, temperature=0, stop=text[1])
-    assert cut.choices[0].text == text[: text.index(text[1])]
-    assert cut.choices[0].finish_reason == "stop"
+    def answer(**options: Any) -> Any:
+        create = client.chat.completions.create
+        return create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0, **options).choices[0]
+
+    text = answer().message.content
+    assert text
+    cut = answer(stop=text[-1])
+    assert (cut.message.content or "", cut.finish_reason) == (text[: text.index(text[-1])], "stop")
 
 
 def test_the_models_are_listed_and_what_cannot_be_done_or_has_a_wrong_key_is_refused(
@@ -57,4 +59,4 @@ def test_the_models_are_listed_and_what_cannot_be_done_or_has_a_wrong_key_is_ref
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=-1)
     with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="wrong").completions.create(model=model_of(server), prompt="3+4=")
+        client.with_options(api_key="wrong").chat.completions.create(model=model_of(server), messages=QUESTION)

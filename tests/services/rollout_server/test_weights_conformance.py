@@ -140,11 +140,9 @@ async def mixed_versions(server: Nodes, worker: Engine, flight: Flight, other_mo
     for attempt in range(TRIES):
         pending = flight.start()
         await asyncio.sleep(0.02 * (1 + attempt) ** 2)
-        await worker.pause("in_place")
+        await worker.pause("retract")
         try:
-            request = {"model_path": str(other_model), "weight_version": "11", "flush_cache": False}
-            async with httpx.AsyncClient(headers=authorization(), trust_env=False, timeout=IDLE_SECONDS) as http:
-                (await http.post(f"{worker.url}/update_weights_from_disk", json=request)).raise_for_status()
+            await worker.load_model(other_model, 11)
         finally:
             await worker.resume()
         replies = await pending
@@ -169,18 +167,6 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
         model = server.model if span["version"] == "0" else other_model
         check_logprobs(model, reply)
     assert await worker.version() == 12
-
-
-async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: Engine, flight: Flight) -> None:
-    """As launchers do it: whatever state a trainer has left a worker in, it can be brought up to date."""
-    pending = flight.start()
-    await asyncio.sleep(0.05)
-    await worker.pause("in_place")
-    await worker.pause("retract")
-    await worker.pause("abort")
-    for reply in await pending:
-        assert reply["meta_info"]["finish_reason"]["type"] in ("abort", "length")
-    await worker.resume()
 
 
 async def test_a_pause_that_aborts_gives_back_what_there_is(worker: Engine, flight: Flight) -> None:
