@@ -84,8 +84,6 @@ class Results(BaseModel):
     sources: dict[str, Metrics] = {}
     """By the source in SOURCES."""
     categories: dict[str, Metrics] = {}
-    questions: dict[str, Metrics] = {}
-    """By a question's place in its session, from 1 on."""
     reward_mean: dict[str, float] = {}
     """Mean reward, by kind."""
     completion_tokens: dict[str, dict[str, int | float]] = {}
@@ -157,8 +155,6 @@ def results_of(
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
     sources = _by([prompt.source or None for prompt in prompts], drawn, settings)
-    session = settings.eval_session_questions
-    places = [place % session + 1 for place in range(len(prompts))] if session > 1 and not sources else []
     return Results(
         model=checkpoint.model,
         name=checkpoint.name,
@@ -172,7 +168,6 @@ def results_of(
         metrics=macro_mean(list(sources.values())) if sources else accuracy(drawn, n, ks),
         sources=sources,
         categories=_by([prompt.category for prompt in prompts], drawn, settings),
-        questions=_by(places, drawn, settings),
         left_out=dict(left_out),
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
@@ -188,7 +183,7 @@ def _drawn(prompt: Prompt, samples: Mapping[Key, Sample], n: int) -> list[Sample
 
 
 def _by(
-    groups: Sequence[str | int | None], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
+    groups: Sequence[str | None], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
 ) -> dict[str, Metrics]:
     """Return ``accuracy`` of each group of prompts, in order; prompts of the group None are left out."""
     members: dict[Any, list[Sequence[Sample]]] = {}
@@ -215,7 +210,7 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
 
 
 def show(console: Console, everything: Sequence[Results]) -> None:
-    """Print a table of all models, and tables by category and by question for each model that has them."""
+    """Print a table of all models, and tables by source and by category for each model that has them."""
     first = everything[0]
     names = [results.name for results in everything]
     table = Table("", *names, title=first.title, title_justify="left")
@@ -223,8 +218,7 @@ def show(console: Console, everything: Sequence[Results]) -> None:
         table.add_row(label, *(results.rows.get(label, "-") for results in everything))
     console.print(table, soft_wrap=False)
     for results in everything:
-        kinds = {"source": results.sources, "category": results.categories, "question": results.questions}
-        for kind, parts in kinds.items():
+        for kind, parts in (("source", results.sources), ("category", results.categories)):
             if parts:
                 console.print(_table_by(kind, parts, results), soft_wrap=False)
     if reasons := sorted({reason for results in everything for reason in results.left_out}):

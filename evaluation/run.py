@@ -133,10 +133,8 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             for source, own in plan.sources.items():
                 scorer: Score = partial(score, rewards)
                 async with _workflow(plan, source, checkpoint.model, servers, engine, scorer) as workflow:
-                    prompts, questions = examples[source].prompts, own.eval_session_questions
-                    evaluation = Evaluation(
-                        prompts, own.eval_samples, workflow, store, engine.is_healthy, questions, progress
-                    )
+                    prompts = examples[source].prompts
+                    evaluation = Evaluation(prompts, own.eval_samples, workflow, store, engine.is_healthy, progress)
                     with report.View(console, f"{checkpoint.name} {source}".rstrip()) as view:
                         await run_until_first_ends(evaluation.run(view.show), servers.watch())
         for reason, detail in progress.examples.items():

@@ -45,9 +45,6 @@ class EvaluationSettings(
     """Seed of the sampling."""
     eval_split: Literal["test", "train", "all"] = "test"
     """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
-    eval_session_questions: int = Field(1, ge=1)
-    """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
-    far as `example.history`."""
     eval_output: Path = Path("runs/evaluations")
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
@@ -71,8 +68,6 @@ class EvaluationSettings(
             raise ValueError("AGENT and AGENT_COMMAND are both set; unset one of them")
         if self.eval_stop and self.workflow is WorkflowName.AGENT:
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
-        if self.eval_session_questions > 1 and self.workflow is not WorkflowName.AGENT:
-            raise ValueError("EVAL_SESSION_QUESTIONS is for agents; set AGENT or AGENT_COMMAND, or unset it")
         if too_large := [k for k in self.ks if k > self.eval_samples]:
             raise ValueError(
                 f"k {too_large[0]} (EVAL_K, --k) needs as many samples of each prompt, but EVAL_SAMPLES (--samples) is "

@@ -69,9 +69,6 @@ def main(
     workflow: Annotated[WorkflowName | None, Option(help="One completion, or an agent's episode.")] = None,
     agent: Annotated[Text, Option(help="The agent, as module:function; default AGENT, else a math agent.")] = None,
     agent_command: Annotated[Text, Option(help=COMMAND)] = None,
-    eval_session_questions: Annotated[
-        Number, Option("--session-questions", help="Questions that an agent answers in one conversation; default 1.")
-    ] = None,
     scheduler: Annotated[Scheduler | None, Option(help="What starts the servers; default local.")] = None,
     backend: Annotated[Backend, Option(help="What serves the model on this machine.")] = Backend.ROLLOUT,
     num_servers: Annotated[Number, Option(min=1, help="Servers to start; default 1.")] = None,
