@@ -376,14 +376,10 @@ class EnvironmentClient:
                 # Only now, so that a cancelled recovery leaves the episode as it was.
                 self._active[episode.server.url] -= 1
                 self._active[server.url] += 1
-                self.moves(episode, server, start.episode)
                 episode.server, episode.id = server, start.episode
                 REPLAYED.inc()
                 return
         raise EpisodeLostError(f"{reason}; no server took its actions again within {self.deadline:g} s")
-
-    def moves(self, episode: ServedEpisode, server: EnvironmentServer, new_id: str) -> None:
-        """Take note that an episode moves to a server, where it has another id."""
 
     async def _repeat(self, episode: ServedEpisode, server: EnvironmentServer, start: wire.EpisodeStart) -> bool:
         """Take all actions again in an episode that has begun; return False if its server is lost meanwhile.
