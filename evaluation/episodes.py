@@ -1,4 +1,4 @@
-"""Plays an episode for each of many seeds: in this process, on a running environment server, or on servers it starts.
+"""Plays an episode for each of many seeds, in this process or on environment servers that it starts.
 
 An episode that its environment or its server loses is played again.
 """
@@ -12,16 +12,14 @@ import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager as AsyncContext
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 from services.clients.environment import EnvironmentClient
 from services.clients.play import Arena, Decision, Episode, Step, play_at_once
 from services.core.endpoints import Endpoint
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError
 from services.core.machine import THREADS_VARIABLE, threads
 from services.core.processes import Command
 from services.core.supervisor import SupervisedProcess
@@ -37,8 +35,6 @@ from services.protocol.evaluation import Action, EnvironmentInfo, StateKind, Ste
 
 TRIES = 3
 """An episode that its environment or server loses is played again from the beginning, this often in all."""
-CONTACT_SECONDS = 10.0
-"""Longest wait for the first answer of an environment server that runs already."""
 START_SECONDS = 300.0
 HANG_SECONDS = 60.0
 MAX_RESTARTS = 100
@@ -106,17 +102,13 @@ class LocalArena:
                 episode.environment.close()
 
 
-def open_arena(environment: str | None, url: str | None, token: str | None) -> AsyncContext[OpenArena]:
-    """Return an environment in this process, or the environment of the server at ``url``, as a context manager.
-
-    Entering the context raises ConfigurationError if the environment cannot be made or differs from the server's, and
-    DependencyLostError if the server does not answer.
-    """
-    return _local(environment) if url is None else _at_server(environment, url, token)
-
-
 @asynccontextmanager
-async def _local(environment: str | None) -> AsyncIterator[OpenArena]:
+async def open_arena(environment: str | None) -> AsyncIterator[OpenArena]:
+    """Yield an environment in this process.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+    """
     settings = EnvironmentSettings.load(environment=environment)
     async with AsyncExitStack() as stack:
         make, trial = await open_with_trial(settings, stack, "--environment")
@@ -142,36 +134,15 @@ class Servers(EnvironmentClient):
                 return [Episode.not_begun(seed, error.detail) for seed in seeds]
 
 
-@asynccontextmanager
-async def _at_server(environment: str | None, url: str, token: str | None) -> AsyncIterator[OpenArena]:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or not parts.port:
-        raise ConfigurationError(f"--server is {url!r}; needed is a URL such as http://127.0.0.1:8081")
-    async with Servers([Endpoint(parts.hostname, parts.port)], token) as client:
-        try:
-            await client.wait_healthy(CONTACT_SECONDS)
-        except DependencyLostError as error:
-            raise DependencyLostError(
-                f"no environment server at {url}: {error}; start one there, or correct --server"
-            ) from error
-        [trial] = await client.begin([0])
-        if trial.status is StepStatus.LOST:
-            raise ConfigurationError(f"--server {url}: {trial.detail}")
-        await client.end([trial])
-        if environment not in (None, trial.environment.id):
-            raise ConfigurationError(f"--server {url} has {trial.environment.id!r}, --environment is {environment!r}")
-        yield OpenArena(trial.environment, client)
-
-
 async def play_on_workers(
     environment: str, count: int, token: str | None, play: Callable[[Servers], Awaitable[object]]
-) -> dict[str, SupervisedProcess]:
+) -> list[SupervisedProcess]:
     """Start environment servers, await ``play`` once all answer or START_SECONDS have passed, and end them.
 
     The servers ``worker-0`` and so on have equal shares of the cores, and write to this process's standard error.
 
     Returns:
-        The servers' processes by their URL.
+        The servers' processes.
 
     Raises:
         ConfigurationError: a server cannot run with its settings, or never answered.
@@ -182,20 +153,20 @@ async def play_on_workers(
         addresses = [Endpoint("127.0.0.1", probe.getsockname()[1]) for probe in probes]
     own_threads = str(threads(processes=count))
     async with Servers(addresses, token) as servers:
-        processes = {
-            address.url: _worker(f"worker-{number}", environment, address, own_threads, servers)
+        processes = [
+            _worker(f"worker-{number}", environment, address, own_threads, servers)
             for number, address in enumerate(addresses)
-        }
+        ]
 
         async def work() -> None:
-            ready = [asyncio.ensure_future(process.wait_until_healthy(0)) for process in processes.values()]
+            ready = [asyncio.ensure_future(process.wait_until_healthy(0)) for process in processes]
             _, late = await asyncio.wait(ready, timeout=START_SECONDS)
             for waiting in late:
                 waiting.cancel()
             await servers.wait_healthy(0.0)
             await play(servers)
 
-        await run_until_first_ends(work(), *(process.run() for process in processes.values()))
+        await run_until_first_ends(work(), *(process.run() for process in processes))
     return processes
 
 
