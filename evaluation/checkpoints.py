@@ -18,12 +18,12 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EDGE_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 12
 _PIECE_APART = 1 << 18
-"""Bytes from piece to piece of a file whose tensors' places are not known, less than a matrix has."""
+"""Bytes from piece to piece of a file, less than a matrix has."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model, its name in reports, and its training step, its place on a curve."""
+    """A model, its name in reports, and its training step, its place among several."""
 
     name: str
     model: str
@@ -56,31 +56,12 @@ class Checkpoint:
             with path.open("rb") as file:
                 digest.update(file.read(_EDGE_BYTES))
                 # Training may change some tensors alone, such as adapters that are merged.
-                pieces = _tensors(path) if path.suffix == ".safetensors" else range(0, size, _PIECE_APART)
-                for start in pieces:
+                for start in range(0, size, _PIECE_APART):
                     file.seek(start)
                     digest.update(file.read(_PIECE_BYTES))
                 file.seek(max(0, size - _EDGE_BYTES))
                 digest.update(file.read(_EDGE_BYTES))
         return digest.hexdigest()[:16]
-
-
-def _tensors(path: Path) -> list[int]:
-    """Return where in a file of safetensors each tensor begins.
-
-    Raises:
-        ConfigurationError: the file has another form.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("it is shorter than its header")
-            tensors = json.loads(file.read(length))
-        tensors.pop("__metadata__", None)
-        return sorted(8 + length + tensor["data_offsets"][0] for tensor in tensors.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} is not a file of safetensors ({error!r}); copy the model again") from error
 
 
 def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:

@@ -17,17 +17,14 @@ from evaluation.store import Kind, Sample, SampleStore
 from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.player import Engines, Score, evaluation_seed, scored
-from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult, is_judged
+from services.protocol.rewards import is_judged
 
 WINDOW = 4096
 """Pieces of work begun at once; engines and workflow bound how many of them are under way."""
-SCORE_TRIES = 3
-SCORE_PAUSE_SECONDS = 1.0
 HOPELESS_FAILURES = 20
 """After this many failures without a single success, the evaluation gives up."""
 LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", DependencyLostError: "lost"}
@@ -35,22 +32,6 @@ LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", De
 UNSCORED = "unscored"
 """The reason of samples that the reward-server failed to score: the next attempt may succeed."""
 NO_CALL = "the agent made no call of the model at base_url; a program asks OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
-
-
-class ScoringLostError(DependencyLostError):
-    """The reward-server does not answer: neither an inference server nor an agent is at fault."""
-
-
-async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[RewardResult]:
-    """Return one result an item, in order; what the service failed to score is sent again a few times.
-
-    Raises:
-        ScoringLostError: the reward-server does not answer within the client's deadline.
-    """
-    try:
-        return await rewards.score(items, tries=SCORE_TRIES, pause_seconds=SCORE_PAUSE_SECONDS)
-    except DependencyLostError as error:
-        raise ScoringLostError(str(error)) from error
 
 
 def sampling(settings: EvaluationSettings, kind: Kind) -> SamplingParams:
@@ -237,15 +218,14 @@ class Evaluation:
     workflow: Workflow
     store: SampleStore
     is_healthy: Callable[[], Awaitable[bool]]
-    """Returns whether the engines answer; without them no further sample is tried."""
+    """Returns whether engines and reward-server answer; without them no further sample is tried."""
     progress: Progress = field(default_factory=Progress)
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
         """Obtain the missing samples; ``watch`` is called after each piece of work.
 
         Raises:
-            DependencyLostError: the engines do not answer. Finished samples are kept.
-            ScoringLostError: the reward-server does not answer.
+            DependencyLostError: the engines or the reward-server do not answer. Finished samples are kept.
             ConfigurationError: every prompt or episode fails.
         """
         wanted = ((p.id, kind, i) for p in self.prompts for kind, indices in self._wanted for i in indices)
@@ -287,8 +267,6 @@ class Evaluation:
         """Obtain and store samples of a prompt."""
         try:
             samples = await self.workflow.sample(prompt, kind, indices)
-        except ScoringLostError:
-            raise
         except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
             if isinstance(error, DependencyLostError) and not await self.is_healthy():
                 raise

@@ -1,7 +1,6 @@
 """``grpo evaluate-policy``: the returns of a policy in an environment.
 
-The episodes are those of ``grpo trajectories``, with its files. Here environment servers may play them. A server that
-dies is started again and loses only its open episodes, which are played again; see docs/evaluation_head.md.
+The episodes are those of ``grpo trajectories`` with one policy, and its files; see docs/evaluation_head.md.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 from typer import Option
 
 from evaluation.metrics import bootstrap
-from evaluation.trajectories import RESULTS, Options, Played, play, run, summary_of
+from evaluation.trajectories import RESULTS, Options, Shard, play, run, summary_of
 from services.core import logs
 from services.core.files import write_json
 
@@ -27,21 +26,20 @@ async def evaluate(options: Options, say: Callable[[str], None]) -> dict[str, An
 
     Raises:
         ConfigurationError: an option is wrong, policy and environment do not fit, or the directory holds another run.
-        DependencyLostError: a worker died too often. The files that are whole are kept.
-        ProblemError: the policy gives no actions.
+        ProblemError: the policy gives no actions. The files that are whole are kept.
     """
     began = time.monotonic()
-    played = await play(options, say)
-    results = _results(options, played) | {"seconds": time.monotonic() - began}
+    shards, info = await play(options, say)
+    results = {"environment": info.id} | _results(options, shards) | {"seconds": time.monotonic() - began}
     write_json(options.save_to / RESULTS, results)
     return results
 
 
-def _results(options: Options, played: Played) -> dict[str, Any]:
+def _results(options: Options, shards: Sequence[Shard]) -> dict[str, Any]:
     """Return the results of all files."""
     episodes: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for shard in played.shards:
+    for shard in shards:
         path = options.save_to / shard.name
         summary, steps = summary_of(path), pq.read_table(path, columns=["seed", "version"]).to_pylist()
         versions = defaultdict(list)
@@ -53,17 +51,12 @@ def _results(options: Options, played: Played) -> dict[str, Any]:
         ]
         left_out |= {str(options.seed + int(number)): why for number, why in summary["left_out"].items()}
     return {
-        "environment": played.info.id,
-        "policy": played.shards[0].lineup[0],
+        "policy": shards[0].lineup[0],
         "policy_versions": _in_order(version for episode in episodes for version in episode["versions"]),
         "mean_return": bootstrap([episode["episode_return"] for episode in episodes]).model_dump(exclude={"prompts"}),
         "steps": sum(episode["steps"] for episode in episodes),
         "left_out": left_out,
         "episodes": episodes,
-        "workers": [
-            {"name": process.command.name, "restarts": process.starts - 1, "deaths": process.ends}
-            for process in played.workers
-        ],
     }
 
 
@@ -76,12 +69,7 @@ def main(
     policies: Annotated[str, Option(help="The policy to load, name=target as in HEAD_POLICIES.")],
     environment: Annotated[str, Option(help="As ENVIRONMENT of an environment server.")] = "CartPole-v1",
     episodes: Annotated[int, Option(min=1, help="Episodes to play.")] = 100,
-    workers: Annotated[
-        int, Option(min=0, max=1024, help="Environment servers to start; 0: play in this process, the fastest way.")
-    ] = 4,
-    episodes_at_once: Annotated[
-        int, Option(min=1, max=1024, help="Episodes that a worker plays at a time, with one request a step.")
-    ] = 1,
+    at_once: Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")] = 256,
     shard_episodes: Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")] = 256,
     seed: Annotated[
         int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")
@@ -89,9 +77,7 @@ def main(
 ) -> None:
     """Play episodes of a policy and write returns, their mean and its interval to results.json."""
     logs.configure("evaluate_policy", "warning")
-    options = Options(
-        environment, policies, episodes, seed, shard_episodes, episodes_at_once, save_to, workers, is_single=True
-    )
+    options = Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to, is_single=True)
 
     async def work() -> None:
         _show(await evaluate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
@@ -100,8 +86,6 @@ def main(
 
 
 def _show(results: dict[str, Any], save_to: Path) -> None:
-    for worker in results["workers"]:
-        print(f"{worker['name']}: {worker['restarts']} restarts", *worker["deaths"])
     for seed, reason in list(results["left_out"].items())[:5]:
         print(f"the episode of seed {seed} is left out: {reason}")
     mean = results["mean_return"]

@@ -7,7 +7,6 @@ as it was trained.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,16 +21,6 @@ from services.core.settings import (
     SourcesSettings,
     TemplateSettings,
 )
-
-MATH_AGENT = "evaluation.math_agent:solve"
-"""The built-in agent, which has the tools add and multiply."""
-
-
-class WorkflowName(StrEnum):
-    """The way in which a prompt is answered."""
-
-    SINGLE_TURN = "single-turn"
-    AGENT = "agent"
 
 
 class EvaluationSettings(
@@ -66,7 +55,7 @@ class EvaluationSettings(
             raise ValueError(f"EVAL_K is {self.eval_k!r}; give each k from 1 on, with commas, such as 1,4,16")
         if self.agent and self.agent_command:
             raise ValueError("AGENT and AGENT_COMMAND are both set; unset one of them")
-        if self.eval_stop and self.workflow is WorkflowName.AGENT:
+        if self.eval_stop and self.has_agent:
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
         if too_large := [k for k in self.ks if k > self.eval_samples]:
             raise ValueError(
@@ -76,9 +65,9 @@ class EvaluationSettings(
         return self
 
     @property
-    def workflow(self) -> WorkflowName:
-        """The way in which prompts are answered."""
-        return WorkflowName.AGENT if self.agent or self.agent_command else WorkflowName.SINGLE_TURN
+    def has_agent(self) -> bool:
+        """True if an agent answers prompts, and not one completion."""
+        return bool(self.agent or self.agent_command)
 
     @property
     def ks(self) -> list[int]:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -28,17 +28,14 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from evaluation.episodes import OpenArena, open_arena, open_policies, play_on_workers, play_seeds
+from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
 from evaluation.store import check_identity, locked_file, sha256_of
-from services.clients.play import Arena, Decision, Episode, Step
+from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
-from services.core.settings import Settings
-from services.core.supervisor import SupervisedProcess
 from services.core.tasks import run_until_signal
 from services.evaluation_head.policies import Policy
-from services.evaluation_head.settings import MAX_BATCH
 from services.http.problems import ProblemError
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, StateKind, StepStatus
 
@@ -65,10 +62,7 @@ class Options:
     seed: int
     shard_episodes: int
     at_once: int
-    """Episodes that are played at once, by each worker where there are any."""
     save_to: Path
-    workers: int = 0
-    """Environment servers to start; 0: the environment is in this process."""
     is_single: bool = False
     """True for one policy alone, in an environment of one seat."""
 
@@ -217,38 +211,25 @@ def _nested(shape: Sequence[int]) -> pa.DataType:
     return functools.reduce(lambda kind, _: pa.list_(kind), shape, pa.float64())
 
 
-class Played(NamedTuple):
-    """The files of a run, which are all there."""
-
-    shards: Sequence[Shard]
-    info: EnvironmentInfo
-    workers: Sequence[SupervisedProcess]
-    """The environment servers that played in this process's time."""
-
-
 async def generate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Play the shards that ``options.save_to`` lacks, and return the results; see ``play``."""
-    shards, info, _ = await play(options, say)
+    shards, info = await play(options, say)
     results = results_of(options.save_to, shards, info.seats)
     write_json(options.save_to / RESULTS, results)
     return results
 
 
-async def play(options: Options, say: Callable[[str], None]) -> Played:
-    """Play the shards that ``options.save_to`` lacks; ``say`` gets a line for each.
+async def play(options: Options, say: Callable[[str], None]) -> tuple[Sequence[Shard], EnvironmentInfo]:
+    """Play the shards that ``options.save_to`` lacks; return all, and their environment. ``say`` gets a line for each.
 
     Raises:
         ConfigurationError: an option is wrong, or the directory holds another run.
-        DependencyLostError: a worker died too often.
         ProblemError: a policy gives no actions.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
         place = await stack.enter_async_context(open_arena(options.environment))
-        # Workers wait for each other's states, so that they share batches.
-        settings = {} if options.workers else {"head_timeout_ms": 0.0}
-        at_once = min(options.at_once * max(options.workers, 1), MAX_BATCH)
-        policies, targets = await open_policies(stack, options.policies, place.info, at_once, **settings)
+        policies, targets = await open_policies(stack, options.policies, place.info, options.at_once)
         _check_manifest(options, place.info, targets, policies)
         lineups = lineups_of(list(policies), place.info.seats)
         if options.is_single and (len(policies) > 1 or place.info.seats > 1):
@@ -257,17 +238,10 @@ async def play(options: Options, say: Callable[[str], None]) -> Played:
                 "seat and one policy: grpo trajectories compares several"
             )
         shards = list(shards_of(lineups, options.episodes, options.seed, options.shard_episodes))
-        missing = [shard for shard in shards if not (options.save_to / shard.name).exists()]
-
-        async def play_missing(arena: Arena[Any]) -> None:
-            for shard in missing:
-                say(f"of {len(shards)} files, {await _play(shard, options, OpenArena(place.info, arena), policies)}")
-
-        if not (options.workers and missing):
-            await play_missing(place.arena)
-            return Played(shards, place.info, ())
-        token = Settings.load().token
-        return Played(shards, place.info, await play_on_workers(place.info.id, options.workers, token, play_missing))
+        for shard in shards:
+            if not (options.save_to / shard.name).exists():
+                say(f"of {len(shards)} files, {await _play(shard, options, place, policies)}")
+    return shards, place.info
 
 
 def _check_manifest(
@@ -297,7 +271,7 @@ async def _play(shard: Shard, options: Options, place: OpenArena, policies: Mapp
     """
     started = time.monotonic()
     rows = Rows(place.info, shard, policies)
-    left_out = await play_seeds(place, shard.seeds, rows, at_once=options.at_once, workers=max(options.workers, 1))
+    left_out = await play_seeds(place, shard.seeds, rows, at_once=options.at_once)
     ended = len(shard.seeds) - len(left_out)
     if not ended:
         raise ConfigurationError(f"no episode of {shard.name} comes to its end: {next(iter(left_out.values()))}")
