@@ -14,7 +14,6 @@ from services.weights.policy_store import PolicyStore, is_adapter
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EDGE_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 12
 _PIECE_APART = 1 << 18
@@ -68,21 +67,14 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     """Return the checkpoints that a command names, ordered by step if all have one.
 
     Raises:
-        ConfigurationError: a directory is not a whole model, or two checkpoints are the same.
+        ConfigurationError: a directory is not a whole model, or a run has none.
     """
     resolved = [_checkpoint(model) for model in models]
     if run_dir is not None:
         resolved += _of_run(run_dir)
-    names = {checkpoint.name for checkpoint in resolved}
-    if len(names) < len(resolved):
+    if len({checkpoint.name for checkpoint in resolved}) < len(resolved):
         # runs/a/model and runs/b/model: the directories above tell them apart.
         resolved = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in resolved]
-        names = {checkpoint.name for checkpoint in resolved}
-    if len(names) < len(resolved):
-        raise ConfigurationError(
-            f"--model: a model is named twice, or two directories have the same name, in {sorted(names)}; give each "
-            f"model once"
-        )
     if all(checkpoint.step is not None for checkpoint in resolved):
         resolved.sort(key=lambda checkpoint: checkpoint.step or 0)
     return resolved
@@ -95,21 +87,13 @@ def file_name(text: str) -> str:
 
 def _checkpoint(model: str) -> Checkpoint:
     path = Path(model).expanduser().resolve()
-    if path.is_dir():
-        if is_adapter(path):
-            raise _adapter_refusal("--model", path)
-        if not (path / CONFIG).is_file():
-            raise ConfigurationError(
-                f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
-                f"policy/v000010 or model; leave out --model for a run"
-            )
-        return Checkpoint(_name(str(path)), str(path), _step(path))
-    if not _HUB_NAME.fullmatch(model):
-        raise ConfigurationError(
-            f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory "
-            f"of a model"
-        )
-    return Checkpoint(_name(model), model)
+    if not path.is_dir():
+        return Checkpoint(_name(model), model)
+    if is_adapter(path):
+        raise _adapter_refusal("--model", path)
+    if not (path / CONFIG).is_file():
+        raise ConfigurationError(f"--model {model!r} has no {CONFIG}; a run is given without --model")
+    return Checkpoint(_name(str(path)), str(path), _step(path))
 
 
 def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
@@ -119,8 +103,6 @@ def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
 
 
 def _of_run(run_dir: Path) -> list[Checkpoint]:
-    if not run_dir.is_dir():
-        raise ConfigurationError(f"{str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
     run_dir = run_dir.resolve()
     published = PolicyStore(run_dir / "policy").published()
     resolved = [

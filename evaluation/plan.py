@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -113,7 +112,6 @@ class ServerOptions:
             "--api-key-env is for --endpoint": self.api_key_env and not self.endpoint,
             f"--api-key-env {self.api_key_env}: this variable is not set": self.api_key_env and not self.key,
             "--backend vllm starts servers on this machine": is_vllm and starts is not Scheduler.LOCAL,
-            "--backend vllm: there is no vllm in PATH": is_vllm and shutil.which("vllm") is None,
             "--scheduler skypilot starts its own reward-server": self.reward_url and starts is Scheduler.SKYPILOT,
             f"{servers} servers need {wanted} GPUs, and there are {gpus}": is_machine_small
             and starts is Scheduler.LOCAL,
@@ -268,8 +266,6 @@ def _checkpoints(models: Sequence[str], run_dir: Path | None, servers: ServerOpt
     Raises:
         ConfigurationError: one does not exist, or running servers cannot serve them.
     """
-    if servers.endpoint and run_dir is not None:
-        raise ConfigurationError("--endpoint and a run are both given; --model names the model of an endpoint")
     is_on_cluster = servers.starts is Scheduler.SKYPILOT
     elsewhere = [model for model in models if servers.endpoint or (is_on_cluster and model.startswith(VOLUME))]
     others = [model for model in models if model not in elsewhere]

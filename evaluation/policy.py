@@ -5,6 +5,7 @@ The episodes are those of ``grpo trajectories`` with one policy, and its files; 
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -15,10 +16,10 @@ from typing import Annotated, Any
 import pyarrow.parquet as pq
 from typer import Option
 
-from evaluation.metrics import bootstrap
 from evaluation.trajectories import RESULTS, Options, Shard, play, run, summary_of
 from services.core import logs
 from services.core.files import write_json
+from services.protocol.rewards import Z, standard_error
 
 
 async def evaluate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
@@ -50,10 +51,12 @@ def _results(options: Options, shards: Sequence[Shard]) -> dict[str, Any]:
             for (seed, of_seed), returns in zip(versions.items(), summary["returns"], strict=True)
         ]
         left_out |= {str(options.seed + int(number)): why for number, why in summary["left_out"].items()}
+    returns = [episode["episode_return"] for episode in episodes]
+    mean, error = statistics.fmean(returns), standard_error(returns)
     return {
         "policy": shards[0].lineup[0],
         "policy_versions": _in_order(version for episode in episodes for version in episode["versions"]),
-        "mean_return": bootstrap([episode["episode_return"] for episode in episodes]).model_dump(exclude={"prompts"}),
+        "mean_return": {"value": mean, "stderr": error, "low": mean - Z * error, "high": mean + Z * error},
         "steps": sum(episode["steps"] for episode in episodes),
         "left_out": left_out,
         "episodes": episodes,

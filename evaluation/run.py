@@ -17,7 +17,7 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
-from evaluation.servers import START_SECONDS, Servers, parse_url, secrets, servers_for
+from evaluation.servers import Servers, secrets, servers_for
 from evaluation.store import open_store
 from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
@@ -119,10 +119,6 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
-        if plan.servers.endpoint:
-            # Before a reward-server is started in vain.
-            async with _engine(plan, checkpoint.model, parse_url(plan.servers.endpoint, is_api=True)) as engine:
-                await _admit(engine, START_SECONDS)
         async with (
             servers_for(plan, checkpoint.model, directory, say) as servers,
             _engine(plan, checkpoint.model, servers.engine) as engine,

@@ -87,7 +87,7 @@ class Tools:
         """End the box of a session, if it has one; nothing waits for that."""
         held = self._held.pop(session_id, None)
         if held is not None and held.episode is not None:
-            self._work(self._environments.end([held.episode]))
+            self._work(self._environments.end(held.episode))
 
     def _work(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -107,7 +107,7 @@ class Tools:
             return held.results[call.id]
 
     async def _step(self, session_id: str, episode: ServedEpisode, call_id: str, action: str) -> StepResult:
-        [result] = await self._environments.step([(episode, action)])
+        result = await self._environments.step(episode, action)
         await self._store.write((_UPDATE, (result.model_dump_json(), session_id, call_id)))
         if result.is_taken:
             episode.follow(result)
@@ -120,7 +120,7 @@ class Tools:
             return await self._begin(session_id)
         (_, url, begun), *calls = rows
         reply = ResetReply.model_validate_json(begun)
-        episode = ServedEpisode.begun_at(await self._environments.connect(url), reply, reply.episodes[0], BOX)
+        episode = ServedEpisode.begun_at(await self._environments.connect(url), reply, BOX)
         for call_id, action, text in calls:
             if text is None:
                 held.results[call_id] = await self._step(session_id, episode, call_id, action)
@@ -133,13 +133,13 @@ class Tools:
 
     async def _begin(self, session_id: str) -> ServedEpisode:
         try:
-            [episode] = await self._environments.begin([0], BOX)
+            episode = await self._environments.begin(0, BOX)
         except (ConfigurationError, RequestRefusedError) as error:
             refuse(400, f"no environment-server runs tools: {error}", "no_tools")
         except DependencyLostError as error:
             raise ProblemError(503, f"no box can be begun: {error}", {"Retry-After": "5"}) from error
         if (name := episode.environment.id) != "sandbox":
-            await self._environments.end([episode])
+            await self._environments.end(episode)
             refuse(400, f"the environment-servers host {name}, which has no boxes; set ENVIRONMENT=sandbox", "no_tools")
         start = EpisodeStart(episode=episode.id, seed=episode.seed, state=episode.state)
         reply = ResetReply(environment=episode.environment, episodes=[start])
