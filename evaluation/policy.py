@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import pyarrow.parquet as pq
 from typer import Option
 
-from evaluation.trajectories import RESULTS, Options, Shard, play, run, summary_of
+from evaluation.trajectories import RESULTS, SEEDS, Options, Shard, play, run, summary_of
 from services.core import logs
 from services.core.files import write_json
 from services.protocol.rewards import Z, standard_error
@@ -50,7 +50,7 @@ def _results(options: Options, shards: Sequence[Shard]) -> dict[str, Any]:
             {"seed": seed, "episode_return": returns[0], "steps": len(of_seed), "versions": _in_order(of_seed)}
             for (seed, of_seed), returns in zip(versions.items(), summary["returns"], strict=True)
         ]
-        left_out |= {str(options.seed + int(number)): why for number, why in summary["left_out"].items()}
+        left_out |= {str((options.seed + int(number)) % SEEDS): why for number, why in summary["left_out"].items()}
     returns = [episode["episode_return"] for episode in episodes]
     mean, error = statistics.fmean(returns), standard_error(returns)
     return {
