@@ -175,7 +175,7 @@ class Plan:
         if self.servers.is_foreign:
             raise ConfigurationError(
                 "--endpoint and --backend vllm serve texts, but the gateway of agents needs token ids; give --url of a "
-                "rollout node, a router or an SGLang server, or leave the agent out by --agent ''"
+                "rollout node, a router or an SGLang server, or leave the agent out by --agent="
             )
         if self.servers.starts is Scheduler.SKYPILOT:
             return None

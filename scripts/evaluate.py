@@ -94,7 +94,7 @@ def _settings(options: Mapping[str, Any]) -> EvaluationSettings:
     settings = EvaluationSettings.load(**overrides)
     if settings.has_agent:
         name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
-        print(f"evaluate: {name} is set and answers; --agent '' leaves it out", file=sys.stderr)
+        print(f"evaluate: {name} is set and answers; --agent= leaves it out", file=sys.stderr)
     return settings
 
 
