@@ -14,16 +14,15 @@ from services.weights.policy_store import PolicyStore, is_adapter
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EDGE_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 12
 _PIECE_APART = 1 << 18
-"""Bytes from piece to piece of a file whose tensors' places are not known, less than a matrix has."""
+"""Bytes from piece to piece of a file, less than a matrix has."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model, its name in reports, and its training step, its place on a curve."""
+    """A model, its name in reports, and its training step, its place among several."""
 
     name: str
     model: str
@@ -56,8 +55,7 @@ class Checkpoint:
             with path.open("rb") as file:
                 digest.update(file.read(_EDGE_BYTES))
                 # Training may change some tensors alone, such as adapters that are merged.
-                pieces = _tensors(path) if path.suffix == ".safetensors" else range(0, size, _PIECE_APART)
-                for start in pieces:
+                for start in range(0, size, _PIECE_APART):
                     file.seek(start)
                     digest.update(file.read(_PIECE_BYTES))
                 file.seek(max(0, size - _EDGE_BYTES))
@@ -65,43 +63,18 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
 
-def _tensors(path: Path) -> list[int]:
-    """Return where in a file of safetensors each tensor begins.
-
-    Raises:
-        ConfigurationError: the file has another form.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("it is shorter than its header")
-            tensors = json.loads(file.read(length))
-        tensors.pop("__metadata__", None)
-        return sorted(8 + length + tensor["data_offsets"][0] for tensor in tensors.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} is not a file of safetensors ({error!r}); copy the model again") from error
-
-
 def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     """Return the checkpoints that a command names, ordered by step if all have one.
 
     Raises:
-        ConfigurationError: a directory is not a whole model, or two checkpoints are the same.
+        ConfigurationError: a directory is not a whole model, or a run has none.
     """
     resolved = [_checkpoint(model) for model in models]
     if run_dir is not None:
         resolved += _of_run(run_dir)
-    names = {checkpoint.name for checkpoint in resolved}
-    if len(names) < len(resolved):
+    if len({checkpoint.name for checkpoint in resolved}) < len(resolved):
         # runs/a/model and runs/b/model: the directories above tell them apart.
         resolved = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in resolved]
-        names = {checkpoint.name for checkpoint in resolved}
-    if len(names) < len(resolved):
-        raise ConfigurationError(
-            f"--model: a model is named twice, or two directories have the same name, in {sorted(names)}; give each "
-            f"model once"
-        )
     if all(checkpoint.step is not None for checkpoint in resolved):
         resolved.sort(key=lambda checkpoint: checkpoint.step or 0)
     return resolved
@@ -114,21 +87,13 @@ def file_name(text: str) -> str:
 
 def _checkpoint(model: str) -> Checkpoint:
     path = Path(model).expanduser().resolve()
-    if path.is_dir():
-        if is_adapter(path):
-            raise _adapter_refusal("--model", path)
-        if not (path / CONFIG).is_file():
-            raise ConfigurationError(
-                f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
-                f"policy/v000010 or model; leave out --model for a run"
-            )
-        return Checkpoint(_name(str(path)), str(path), _step(path))
-    if not _HUB_NAME.fullmatch(model):
-        raise ConfigurationError(
-            f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory "
-            f"of a model"
-        )
-    return Checkpoint(_name(model), model)
+    if not path.is_dir():
+        return Checkpoint(_name(model), model)
+    if is_adapter(path):
+        raise _adapter_refusal("--model", path)
+    if not (path / CONFIG).is_file():
+        raise ConfigurationError(f"--model {model!r} has no {CONFIG}; a run is given without --model")
+    return Checkpoint(_name(str(path)), str(path), _step(path))
 
 
 def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
@@ -138,8 +103,6 @@ def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
 
 
 def _of_run(run_dir: Path) -> list[Checkpoint]:
-    if not run_dir.is_dir():
-        raise ConfigurationError(f"{str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
     run_dir = run_dir.resolve()
     published = PolicyStore(run_dir / "policy").published()
     resolved = [

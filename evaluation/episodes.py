@@ -1,48 +1,23 @@
-"""Plays an episode for each of many seeds: in this process, on a running environment server, or on servers it starts.
-
-An episode that its environment or its server loses is played again.
-"""
+"""Plays an episode for each of many seeds, in this process."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import os
-import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager as AsyncContext
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
-from services.clients.environment import EnvironmentClient
 from services.clients.play import Arena, Decision, Episode, Step, play_at_once
-from services.core.endpoints import Endpoint
-from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.machine import THREADS_VARIABLE, threads
-from services.core.processes import Command
-from services.core.supervisor import SupervisedProcess
-from services.core.tasks import run_until_first_ends
-from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
-from services.environment_server.environments import ActionRefusedError, result_of, why_failed
+from services.core.errors import ConfigurationError
+from services.environment_server.catalogue import describe, open_with_trial
+from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.policies import Policy, keep_fresh, make_policy
 from services.evaluation_head.settings import HeadSettings
-from services.http.client import RequestRefusedError
-from services.http.server import listen
-from services.protocol.evaluation import Action, EnvironmentInfo, StateKind, StepResult, StepStatus
-
-TRIES = 3
-"""An episode that its environment or server loses is played again from the beginning, this often in all."""
-CONTACT_SECONDS = 10.0
-"""Longest wait for the first answer of an environment server that runs already."""
-START_SECONDS = 300.0
-HANG_SECONDS = 60.0
-MAX_RESTARTS = 100
-"""Restarts of a server in ten minutes: many seeds may kill the server of their episode, each of them three times."""
+from services.http.problems import ProblemError
+from services.protocol.evaluation import Action, EnvironmentInfo, StateKind, StepResult
 
 
 class OpenArena(NamedTuple):
@@ -52,168 +27,47 @@ class OpenArena(NamedTuple):
     arena: Arena[Any]
 
 
-@dataclass(eq=False, kw_only=True)
-class LocalEpisode(Episode):
-    """An episode in this process."""
-
-    environment: Environment
-
-
 class LocalArena:
-    """Environments in this process."""
+    """The episodes of a table in this process; see Arena."""
 
-    def __init__(self, info: EnvironmentInfo, make: MakeEnvironment) -> None:
-        self._info = info
-        self._make = make
+    def __init__(self, table: EpisodeTable) -> None:
+        self._table = table
 
     async def begin(self, seeds: Sequence[int]) -> list[Episode]:
         """See Arena."""
-        return [await self._begin(seed) for seed in seeds]
+        return await asyncio.gather(*(self._begin(seed) for seed in seeds))
 
     async def _begin(self, seed: int) -> Episode:
         try:
-            environment = self._make(seed)
-            try:
-                state = environment.reset(seed)
-                first = await state if inspect.isawaitable(state) else state
-            except BaseException:
-                environment.close()
-                raise
-        # Environments are other people's code and may raise anything; it is the end of their episode.
-        except Exception as error:  # noqa: BLE001
-            return Episode.not_begun(seed, why_failed(error))
-        returns = [0.0] * self._info.seats
-        return LocalEpisode(f"seed-{seed}", seed, first, returns=returns, environment=environment)
+            reply = await self._table.reset(1, seed)
+        except ProblemError as error:
+            return Episode.not_begun(seed, error.detail)
+        return Episode.begun(reply.episodes[0], reply.environment)
 
-    async def step(self, moves: Sequence[tuple[LocalEpisode, Action]]) -> list[StepResult]:
+    async def step(self, moves: Sequence[tuple[Episode, Action]]) -> list[StepResult]:
         """See Arena."""
-        return [await self._step(episode, action) for episode, action in moves]
-
-    async def _step(self, episode: LocalEpisode, action: Action) -> StepResult:
-        try:
-            outcome = episode.environment.step(action)
-            transition = await outcome if inspect.isawaitable(outcome) else outcome
-            return result_of(transition, self._info, episode.id, episode.steps + 1, episode.episode_return)
-        except ActionRefusedError as error:
-            return StepResult(episode=episode.id, status=StepStatus.REFUSED, detail=str(error))
-        except Exception as error:  # noqa: BLE001 - as above
-            return StepResult(episode=episode.id, status=StepStatus.LOST, detail=why_failed(error))
+        return await self._table.step([episode.step_with(action) for episode, action in moves])
 
     async def end(self, episodes: Sequence[Episode]) -> None:
         """See Arena."""
-        for episode in episodes:
-            if isinstance(episode, LocalEpisode):
-                episode.environment.close()
-
-
-def open_arena(environment: str | None, url: str | None, token: str | None) -> AsyncContext[OpenArena]:
-    """Return an environment in this process, or the environment of the server at ``url``, as a context manager.
-
-    Entering the context raises ConfigurationError if the environment cannot be made or differs from the server's, and
-    DependencyLostError if the server does not answer.
-    """
-    return _local(environment) if url is None else _at_server(environment, url, token)
+        await self._table.close([episode.id for episode in episodes if not episode.has_ended])
 
 
 @asynccontextmanager
-async def _local(environment: str | None) -> AsyncIterator[OpenArena]:
+async def open_arena(environment: str | None) -> AsyncIterator[OpenArena]:
+    """Yield an environment in this process.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+    """
     settings = EnvironmentSettings.load(environment=environment)
     async with AsyncExitStack() as stack:
         make, trial = await open_with_trial(settings, stack, "--environment")
         trial.close()
         info = describe(settings.environment, make, trial, settings.most_steps)
-        yield OpenArena(info, LocalArena(info, make))
-
-
-class Servers(EnvironmentClient):
-    """Environment servers; see Arena."""
-
-    def __init__(self, servers: Sequence[Endpoint], token: str | None) -> None:
-        super().__init__(servers, token)
-        # One worker begins after the other, so that the second sees the first one's episodes and takes another server.
-        self._beginning = asyncio.Lock()
-
-    async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[Any]:
-        """See Arena. Episodes that are refused together are lost, and can be begun one by one."""
-        async with self._beginning:
-            try:
-                return [*await super().begin(seeds, split, source)]
-            except RequestRefusedError as error:
-                return [Episode.not_begun(seed, error.detail) for seed in seeds]
-
-
-@asynccontextmanager
-async def _at_server(environment: str | None, url: str, token: str | None) -> AsyncIterator[OpenArena]:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or not parts.port:
-        raise ConfigurationError(f"--server is {url!r}; needed is a URL such as http://127.0.0.1:8081")
-    async with Servers([Endpoint(parts.hostname, parts.port)], token) as client:
-        try:
-            await client.wait_healthy(CONTACT_SECONDS)
-        except DependencyLostError as error:
-            raise DependencyLostError(
-                f"no environment server at {url}: {error}; start one there, or correct --server"
-            ) from error
-        [trial] = await client.begin([0])
-        if trial.status is StepStatus.LOST:
-            raise ConfigurationError(f"--server {url}: {trial.detail}")
-        await client.end([trial])
-        if environment not in (None, trial.environment.id):
-            raise ConfigurationError(f"--server {url} has {trial.environment.id!r}, --environment is {environment!r}")
-        yield OpenArena(trial.environment, client)
-
-
-async def play_on_workers(
-    environment: str, count: int, token: str | None, play: Callable[[Servers], Awaitable[object]]
-) -> dict[str, SupervisedProcess]:
-    """Start environment servers, await ``play`` once all answer or START_SECONDS have passed, and end them.
-
-    The servers ``worker-0`` and so on have equal shares of the cores, and write to this process's standard error.
-
-    Returns:
-        The servers' processes by their URL.
-
-    Raises:
-        ConfigurationError: a server cannot run with its settings, or never answered.
-        DependencyLostError: no server answers after START_SECONDS, or one ended too often.
-    """
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(listen("127.0.0.1", 0)) for _ in range(count)]
-        addresses = [Endpoint("127.0.0.1", probe.getsockname()[1]) for probe in probes]
-    own_threads = str(threads(processes=count))
-    async with Servers(addresses, token) as servers:
-        processes = {
-            address.url: _worker(f"worker-{number}", environment, address, own_threads, servers)
-            for number, address in enumerate(addresses)
-        }
-
-        async def work() -> None:
-            ready = [asyncio.ensure_future(process.wait_until_healthy(0)) for process in processes.values()]
-            _, late = await asyncio.wait(ready, timeout=START_SECONDS)
-            for waiting in late:
-                waiting.cancel()
-            await servers.wait_healthy(0.0)
-            await play(servers)
-
-        await run_until_first_ends(work(), *(process.run() for process in processes.values()))
-    return processes
-
-
-def _worker(name: str, environment: str, address: Endpoint, own_threads: str, servers: Servers) -> SupervisedProcess:
-    async def is_healthy() -> bool:
-        return await (await servers.connect(address.url)).is_healthy()
-
-    variables = {"ENVIRONMENT": environment, THREADS_VARIABLE: own_threads}
-    command = Command(
-        name,
-        sys.executable,
-        "services.environment_server",
-        ["--host", address.host, "--port", str(address.port)],
-        variables | {"LOG_LEVEL": os.environ.get("LOG_LEVEL") or "warning"},
-        withheld=("EVAL_HEAD_ENDPOINT", "SOURCES"),
-    )
-    limits: dict[str, Any] = {"max_restarts": MAX_RESTARTS, "start_seconds": START_SECONDS}
-    return SupervisedProcess(command, is_healthy, **limits, hang_seconds=HANG_SECONDS)
+        table = EpisodeTable(info, make, settings.environment_step_seconds)
+        stack.push_async_callback(table.end)
+        yield OpenArena(info, LocalArena(table))
 
 
 class Play(Protocol):
@@ -229,24 +83,17 @@ class Play(Protocol):
         """Take an episode that the environment has ended."""
 
 
-async def play_seeds(
-    place: OpenArena, seeds: Iterable[int], record: Play, *, at_once: int, workers: int = 1
-) -> dict[int, str]:
+async def play_seeds(place: OpenArena, seeds: Iterable[int], record: Play, *, at_once: int) -> dict[int, str]:
     """Play an episode for each seed; return why seeds have none that ended.
-
-    An episode that is lost is played again after all others and alone, since it may have taken others with it. One
-    that is refused is not, since the same action would be refused again.
 
     Args:
         place: the arena.
         seeds: different seeds.
         record: the policies and the record.
-        at_once: episodes that one worker plays together; conversations are played each alone.
-        workers: workers that play at once, each at its own pace.
+        at_once: episodes that are played together; conversations are played each alone.
     """
     todo = deque(seeds)
-    refused: dict[int, str] = {}
-    lost: dict[int, str] = {}
+    left_out: dict[int, str] = {}
 
     def next_seeds(room: int) -> Sequence[int]:
         return [todo.popleft() for _ in range(min(room, len(todo)))]
@@ -255,32 +102,26 @@ async def play_seeds(
         if episode.has_ended:
             record.end(episode)
         else:
-            (refused if episode.status is StepStatus.REFUSED else lost)[episode.seed] = str(episode.detail)
+            left_out[episode.seed] = str(episode.detail)
 
-    is_text = place.info.state.kind is StateKind.MESSAGES
-    workers = min(workers, len(todo))
-    size = min(at_once, -(-len(todo) // max(workers, 1)))
-    sizes = [1] * (size * workers) if is_text else [size] * workers
-    for _ in range(TRIES):
-        todo.extend(sorted(lost))
-        lost.clear()
-        await play_at_once(sizes, place.arena, next_seeds, record.ask, settle, record.add)
-        if not lost:
-            break
-        sizes = [1]
-    return refused | lost
+    size = min(at_once, len(todo))
+    sizes = [1] * size if place.info.state.kind is StateKind.MESSAGES else [size]
+    await play_at_once(sizes, place.arena, next_seeds, record.ask, settle, record.add)
+    return left_out
 
 
 async def open_policies(
-    stack: AsyncExitStack, text: str, info: EnvironmentInfo, at_once: int, **settings: Any
+    stack: AsyncExitStack, text: str, info: EnvironmentInfo, at_once: int
 ) -> tuple[dict[str, Policy], dict[str, str]]:
     """Open the policies of ``--policies`` until ``stack`` closes; return them and their targets by name.
 
     Raises:
         ConfigurationError: a policy cannot be loaded, or does not fit the environment.
     """
-    settings["head_batch_size"] = os.environ.get("HEAD_BATCH_SIZE") or at_once
-    head = HeadSettings.load(head_policies=text.replace(",", " "), head_llm_concurrency=at_once, **settings)
+    size = os.environ.get("HEAD_BATCH_SIZE") or at_once
+    # All episodes ask at the same time, so that no batch waits for more states.
+    settings = {"head_batch_size": size, "head_llm_concurrency": at_once, "head_timeout_ms": 0.0}
+    head = HeadSettings.load(head_policies=text.replace(",", " "), **settings)
     if not head.policies:
         raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     policies = {

@@ -9,27 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample, SampleStore
 from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.player import Engines, Score, evaluation_seed, scored
-from services.clients.reward import RewardClient
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem, RewardResult, is_judged
+from services.protocol.rewards import is_judged
 
-Messages = Sequence[dict[str, Any]]
 WINDOW = 4096
 """Pieces of work begun at once; engines and workflow bound how many of them are under way."""
-SCORE_TRIES = 3
-SCORE_PAUSE_SECONDS = 1.0
 HOPELESS_FAILURES = 20
 """After this many failures without a single success, the evaluation gives up."""
 LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", DependencyLostError: "lost"}
@@ -37,22 +32,6 @@ LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", De
 UNSCORED = "unscored"
 """The reason of samples that the reward-server failed to score: the next attempt may succeed."""
 NO_CALL = "the agent made no call of the model at base_url; a program asks OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
-
-
-class ScoringLostError(DependencyLostError):
-    """The reward-server does not answer: neither an inference server nor an agent is at fault."""
-
-
-async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[RewardResult]:
-    """Return one result an item, in order; what the service failed to score is sent again a few times.
-
-    Raises:
-        ScoringLostError: the reward-server does not answer within the client's deadline.
-    """
-    try:
-        return await rewards.score(items, tries=SCORE_TRIES, pause_seconds=SCORE_PAUSE_SECONDS)
-    except DependencyLostError as error:
-        raise ScoringLostError(str(error)) from error
 
 
 def sampling(settings: EvaluationSettings, kind: Kind) -> SamplingParams:
@@ -71,8 +50,8 @@ class SingleTurn:
     at_once: int
     """The most samples of a prompt that are one piece of work."""
 
-    async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
-        """Return the completions that the engines gave, with their results; ``history`` is empty."""
+    async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
+        """Return the completions that the engines gave, with their results."""
         started = time.monotonic()
         seed = evaluation_seed(self.settings.seed, prompt, indices[0])
         completions = await self.engines.complete(prompt, sampling(self.settings, kind), len(indices), seed)
@@ -108,8 +87,8 @@ class AgentWorkflow:
     at_once: int = 1
     """The most samples of a prompt that are one piece of work."""
 
-    async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()) -> list[Sample]:
-        """Play one episode for each index, one after the other; each one's conversation continues ``history``.
+    async def sample(self, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
+        """Play one episode for each index, one after the other.
 
         Raises:
             AgentFailedError: an episode has no answer, and neither a limit nor a service is the reason.
@@ -117,14 +96,14 @@ class AgentWorkflow:
             RequestRefusedError: the gateway refused the session.
         """
         async with self.places:
-            return [await self._sample(prompt, kind, index, history) for index in indices]
+            return [await self._sample(prompt, kind, index) for index in indices]
 
-    async def _sample(self, prompt: Prompt, kind: Kind, index: int, history: Messages) -> Sample:
+    async def _sample(self, prompt: Prompt, kind: Kind, index: int) -> Sample:
         seed = evaluation_seed(self.settings.seed, prompt)
         request = self.player.session(sampling(self.settings, kind), seed, index, lora_path=self.adapter)
         started = time.monotonic()
         try:
-            episode = await self.player.play(self.agent, prompt, request, history=history)
+            episode = await self.player.play(self.agent, prompt, request)
         except GatewayFailedError as error:
             raise error.error from error
         _check_answered(episode)
@@ -132,8 +111,6 @@ class AgentWorkflow:
         # The conversation in which the last call was made.
         last = trace.last[0]
         messages = [{name: part for name, part in m.items() if name != "sampled"} for m in last.messages]
-        if len(messages) <= len(history):
-            raise AgentFailedError("its conversation lacks the session's earlier questions: begin with example.history")
         texts = [m["content"] for m in messages if m["role"] == "assistant" and isinstance(m.get("content"), str)]
         return Sample.of(
             prompt,
@@ -241,17 +218,14 @@ class Evaluation:
     workflow: Workflow
     store: SampleStore
     is_healthy: Callable[[], Awaitable[bool]]
-    """Returns whether the engines answer; without them no further sample is tried."""
-    session_questions: int = 1
-    """Prompts that an agent answers in one conversation."""
+    """Returns whether engines and reward-server answer; without them no further sample is tried."""
     progress: Progress = field(default_factory=Progress)
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
         """Obtain the missing samples; ``watch`` is called after each piece of work.
 
         Raises:
-            DependencyLostError: the engines do not answer. Finished samples are kept.
-            ScoringLostError: the reward-server does not answer.
+            DependencyLostError: the engines or the reward-server do not answer. Finished samples are kept.
             ConfigurationError: every prompt or episode fails.
         """
         wanted = ((p.id, kind, i) for p in self.prompts for kind, indices in self._wanted for i in indices)
@@ -260,18 +234,18 @@ class Evaluation:
         watch(self.progress)
         window = asyncio.Semaphore(WINDOW)
 
-        async def do(session: Sequence[Prompt], kind: Kind, indices: Sequence[int]) -> None:
+        async def do(prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
             try:
-                async for _ in self._answer(session, kind, indices):
-                    watch(self.progress)
+                await self._do(prompt, kind, indices)
+                watch(self.progress)
             finally:
                 window.release()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for session, kind, indices in self._missing():
+                for prompt, kind, indices in self._missing():
                     await window.acquire()
-                    group.create_task(do(session, kind, indices))
+                    group.create_task(do(prompt, kind, indices))
         except BaseExceptionGroup as errors:
             # All tasks fail for the same reason, so the first error is enough.
             raise errors.exceptions[0] from None
@@ -281,42 +255,23 @@ class Evaluation:
         """The indices of the samples of each prompt, by kind."""
         return (Kind.GREEDY, range(1)), (Kind.SAMPLED, range(self.samples))
 
-    def _missing(self) -> Iterator[tuple[Sequence[Prompt], Kind, Sequence[int]]]:
-        """Yield the sessions of which samples are not stored, in pieces of work."""
-        for first in range(0, len(self.prompts), self.session_questions):
-            session = self.prompts[first : first + self.session_questions]
+    def _missing(self) -> Iterator[tuple[Prompt, Kind, Sequence[int]]]:
+        """Yield the samples that are not stored, in pieces of work."""
+        for prompt in self.prompts:
             for kind, indices in self._wanted:
-                stored = self.store.samples
-                missing = [i for i in indices if any((prompt.id, kind, i) not in stored for prompt in session)]
+                missing = [i for i in indices if (prompt.id, kind, i) not in self.store.samples]
                 for start in range(0, len(missing), self.workflow.at_once):
-                    yield session, kind, missing[start : start + self.workflow.at_once]
+                    yield prompt, kind, missing[start : start + self.workflow.at_once]
 
-    async def _answer(self, session: Sequence[Prompt], kind: Kind, indices: Sequence[int]) -> AsyncIterator[None]:
-        """Answer the questions of a session in order; yield after each one.
-
-        A later question's conversation continues that of the one before, which an earlier attempt may have stored.
-        """
-        history: Messages = ()
-        for prompt in session:
-            stored = [self.store.samples.get((prompt.id, kind, index)) for index in indices]
-            samples = [sample for sample in stored if sample is not None]
-            if len(samples) < len(indices):
-                samples = await self._do(prompt, kind, indices, history)
-            if samples and samples[-1].messages:
-                history = samples[-1].messages
-            yield
-
-    async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages) -> list[Sample]:
-        """Obtain and store samples of a prompt; return those that could be obtained."""
+    async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
+        """Obtain and store samples of a prompt."""
         try:
-            samples = await self.workflow.sample(prompt, kind, indices, history)
-        except ScoringLostError:
-            raise
+            samples = await self.workflow.sample(prompt, kind, indices)
         except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
             if isinstance(error, DependencyLostError) and not await self.is_healthy():
                 raise
             self.progress.leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
-            return []
+            return
         if missing := len(indices) - len(samples):
             self.progress.leave_out(prompt, "missing", "the engine gave fewer completions than asked for", missing)
         judged = [sample for sample in samples if is_judged(sample.result)]
@@ -324,4 +279,3 @@ class Evaluation:
         self.progress.add(judged)
         if unscored := [sample.result for sample in samples if not is_judged(sample.result)]:
             self.progress.leave_out(prompt, UNSCORED, str(unscored[0].reason), len(unscored))
-        return samples

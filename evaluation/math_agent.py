@@ -6,8 +6,6 @@ reward.
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 from agents import (
     Agent,
@@ -59,32 +57,14 @@ async def solve(example: Example, *, base_url: str, api_key: str, http_client: h
         model=OpenAIChatCompletionsModel(model=example.model, openai_client=client),
     )
     question: TResponseInputItem = {"role": "user", "content": example.prompt}
-    conversation = [*(_items(example.history) or SOLVED), question]
     # Traces would go to OpenAI.
     config = RunConfig(tracing_disabled=True)
     try:
-        run = await Runner.run(agent, conversation, max_turns=MAX_TURNS, run_config=config)
+        run = await Runner.run(agent, [*SOLVED, question], max_turns=MAX_TURNS, run_config=config)
     except (MaxTurnsExceeded, ModelBehaviorError):
         # The model never came to an answer, or called an unknown tool: a wrong answer, not a failure.
         return 0.0
     return await example.score(str(run.final_output))
-
-
-def _items(history: list[dict[str, Any]]) -> list[TResponseInputItem]:
-    """Return the messages of a conversation as the SDK takes them, without the system turn, which it adds itself."""
-    items: list[Any] = []
-    for message in history:
-        if message["role"] == "tool":
-            call_id, output = message["tool_call_id"], message["content"]
-            items.append({"type": "function_call_output", "call_id": call_id, "output": output})
-        elif message["role"] != "system":
-            if message.get("content"):
-                items.append({"role": message["role"], "content": message["content"]})
-            for call in message.get("tool_calls", []):
-                function = call["function"]
-                named = {"name": function["name"], "arguments": function["arguments"]}
-                items.append({"type": "function_call", "call_id": call["id"], **named})
-    return items
 
 
 def _plain(number: float) -> float:

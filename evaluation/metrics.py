@@ -1,8 +1,4 @@
-"""The metrics of an evaluation: pure functions on the judged samples of each prompt, and intervals.
-
-A score is one number a prompt. A metric is the mean of the scores; its interval says how far that mean moves when other
-prompts of the same kind are drawn.
-"""
+"""The metrics of an evaluation: pure functions on the judged samples of each prompt."""
 
 from __future__ import annotations
 
@@ -15,29 +11,8 @@ import numpy as np
 
 from evaluation.store import Kind, Sample
 from services.core.numbers import quantity
-from services.protocol.rewards import Estimate, Metrics, estimate, standard_error
+from services.protocol.rewards import Metrics, estimate
 from services.protocol.rewards import accuracy as results_accuracy
-
-CONFIDENCE = 0.95
-RESAMPLES = 2000
-"""Resamples of the bootstrap: the interval's ends are then stable to a few per cent of its width."""
-
-
-def bootstrap(scores: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
-    """Return the mean of ``scores`` [prompts] with its percentile bootstrap interval (Efron 1979) over prompts.
-
-    Raises:
-        ValueError: there are no scores.
-    """
-    if not scores:
-        raise ValueError("a mean needs at least one score")
-    values = np.asarray(scores, dtype=np.float64)
-    n = len(values)
-    draw = np.random.default_rng(seed)
-    means = [values[draw.integers(0, n, n)].mean() for _ in range(resamples)]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail]).tolist()
-    return Estimate(value=values.mean().item(), stderr=standard_error(scores), low=low, high=high, prompts=n)
 
 
 def majority_at_k(answers: Sequence[Sample], k: int) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 import httpx
@@ -28,16 +27,9 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 NEUTRAL = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 """Sampling fields at values without an effect, so that a server does not take those of the model's
 generation_config.json; OpenAI's own servers refuse the first three."""
-ADMISSION_TRIES = 3 + len(NEUTRAL)
+ADMISSION_TRIES = 4
 """Requests that show whether a server needs another name of the limit, and refuses seeds or fields of NEUTRAL."""
 PROBE_SECONDS = 30.0
-
-
-class Api(StrEnum):
-    """The route of an OpenAI-compatible server that answers prompts."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
 
 
 class _Message(BaseModel):
@@ -62,9 +54,9 @@ class OpenAIEngine(HttpClient):
         self,
         url: str,
         model: str,
-        api: Api,
         key: str | None,
         *,
+        is_chat: bool,
         places: int,
         seconds: float,
         template_args: Mapping[str, Any] | None = None,
@@ -74,18 +66,18 @@ class OpenAIEngine(HttpClient):
         Args:
             url: the base URL of its OpenAI routes.
             model: the model's name in requests.
-            api: the route that answers prompts; by COMPLETIONS they need token ids.
             key: the API key.
+            is_chat: ask by /chat/completions, else by /completions, for which prompts need token ids.
             places: requests in flight.
             seconds: the longest time that one completion may take, with all tries.
             template_args: arguments of the chat template for conversations.
         """
         super().__init__(url, token=key, service="the endpoint", timeout=seconds, deadline=seconds)
         self.model = model
-        self.api = api
+        self.is_chat = is_chat
         self.limit_name = LIMITS[0]
         self.takes_seeds = True
-        self.neutral = dict(NEUTRAL)
+        self.neutral: Mapping[str, int] = NEUTRAL
         self.counts_tokens = True
         self._places = asyncio.Semaphore(places)
         self._template_args = dict(template_args or {})
@@ -94,7 +86,7 @@ class OpenAIEngine(HttpClient):
     def shortcomings(self) -> list[str]:
         """The facts of a report that this server does not give."""
         seeds = "whether seeds are used" if self.takes_seeds else "samples by seed (it refuses them)"
-        refused = [f"a neutral {name} (it refuses the field)" for name in NEUTRAL if name not in self.neutral]
+        refused = [] if self.neutral else [f"neutral {', '.join(NEUTRAL)} (it refuses one)"]
         return ["token ids", seeds, *([] if self.counts_tokens else ["numbers of tokens"]), *refused]
 
     async def is_healthy(self) -> bool:
@@ -156,14 +148,13 @@ class OpenAIEngine(HttpClient):
 
     @property
     def _path(self) -> str:
-        return "/chat/completions" if self.api is Api.CHAT else "/completions"
+        return "/chat/completions" if self.is_chat else "/completions"
 
     def _body(self, prompt: Prompt, params: SamplingParams, seed: int) -> dict[str, Any]:
         messages = [message.model_dump() for message in prompt.messages]
-        is_chat = self.api is Api.CHAT
         return {
             "model": self.model,
-            **({"messages": messages} if is_chat else {"prompt": prompt.prompt_ids}),
+            **({"messages": messages} if self.is_chat else {"prompt": prompt.prompt_ids}),
             self.limit_name: params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -171,7 +162,7 @@ class OpenAIEngine(HttpClient):
             **({"stop": list(params.stop)} if params.stop else {}),
             # Some servers take no more than 31 bits.
             **({"seed": seed % 2**31} if self.takes_seeds else {}),
-            **({"chat_template_kwargs": self._template_args} if self._template_args and is_chat else {}),
+            **({"chat_template_kwargs": self._template_args} if self._template_args and self.is_chat else {}),
         }
 
     async def _check_listed(self, seconds: float) -> None:
@@ -197,8 +188,8 @@ class OpenAIEngine(HttpClient):
             self.limit_name = LIMITS[1]
         elif "seed" in refusal.detail and self.takes_seeds:
             self.takes_seeds = False
-        elif refused := [name for name in self.neutral if name in refusal.detail]:
-            self.neutral = {name: value for name, value in self.neutral.items() if name not in refused}
+        elif any(name in refusal.detail for name in self.neutral):
+            self.neutral = {}
         else:
             return False
         return True

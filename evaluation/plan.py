@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,8 +11,8 @@ from typing import Any
 
 from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
-from evaluation.openai_engine import NEUTRAL, Api
-from evaluation.settings import EvaluationSettings, WorkflowName
+from evaluation.openai_engine import NEUTRAL
+from evaluation.settings import EvaluationSettings
 from services.agents import Agent, Program, load_agent
 from services.core import endpoints, machine
 from services.core.errors import ConfigurationError
@@ -76,9 +75,7 @@ class ServerOptions:
     url: str | None = None
     """A running router or engine."""
     endpoint: str | None = None
-    """A server of any make that speaks OpenAI's API."""
-    api: Api | None = None
-    """The route of such a server; None: chat, or completions of token ids by a vLLM that this command starts."""
+    """A server of any make that speaks OpenAI's API, which gets conversations; all others get token ids."""
     api_key_env: str | None = None
     """The variable with its key."""
     reward_url: str | None = None
@@ -87,16 +84,6 @@ class ServerOptions:
     def is_foreign(self) -> bool:
         """Return whether the server is no rollout node, but speaks OpenAI's API."""
         return self.endpoint is not None or self.backend is Backend.VLLM
-
-    @property
-    def openai_api(self) -> Api:
-        """The route by which a foreign server answers prompts."""
-        return self.api or (Api.CHAT if self.endpoint else Api.COMPLETIONS)
-
-    @property
-    def needs_ids(self) -> bool:
-        """Return whether prompts go to the server as token ids."""
-        return not self.is_foreign or self.openai_api is Api.COMPLETIONS
 
     @property
     def starts(self) -> Scheduler | None:
@@ -122,11 +109,9 @@ class ServerOptions:
             "--url and --endpoint are both given": self.url and self.endpoint,
             "--scheduler starts its own servers": self.scheduler and (self.url or self.endpoint),
             "--num-servers is for servers that this command starts": self.num_servers and starts is None,
-            "--api is for --endpoint": self.api and not self.endpoint,
             "--api-key-env is for --endpoint": self.api_key_env and not self.endpoint,
             f"--api-key-env {self.api_key_env}: this variable is not set": self.api_key_env and not self.key,
             "--backend vllm starts servers on this machine": is_vllm and starts is not Scheduler.LOCAL,
-            "--backend vllm: there is no vllm in PATH": is_vllm and shutil.which("vllm") is None,
             "--scheduler skypilot starts its own reward-server": self.reward_url and starts is Scheduler.SKYPILOT,
             f"{servers} servers need {wanted} GPUs, and there are {gpus}": is_machine_small
             and starts is Scheduler.LOCAL,
@@ -175,8 +160,9 @@ class Plan:
         """Return the name of the results' directory, for those who give none."""
         of_several = run_dir.resolve().name if run_dir else f"{len(self.checkpoints)}-models"
         name = self.checkpoints[0].long_name if len(self.checkpoints) == 1 else of_several
-        is_agent = self.settings.workflow is WorkflowName.AGENT
-        return "-".join([name, Path(self.dataset).stem, self.settings.eval_split, *(["agent"] if is_agent else [])])
+        return "-".join(
+            [name, Path(self.dataset).stem, self.settings.eval_split, *(["agent"] if self.settings.has_agent else [])]
+        )
 
     def _agent_of(self, settings: EvaluationSettings) -> Agent | None:
         """Return the agent of a source; None without one, and where the whole evaluation runs elsewhere.
@@ -184,14 +170,12 @@ class Plan:
         Raises:
             ConfigurationError: the agent does not exist, or the servers cannot stand behind a gateway.
         """
-        if settings.workflow is WorkflowName.SINGLE_TURN:
+        if not settings.has_agent:
             return None
         if self.servers.is_foreign:
             raise ConfigurationError(
-                "--endpoint and --backend vllm serve texts, but an agent is evaluated as it is trained, through the "
-                "gateway, which needs servers that take and return token ids by /generate. Give --url of a rollout "
-                "node, a router or an SGLang server, or let this command start one; --workflow single-turn evaluates "
-                "without the agent"
+                "--endpoint and --backend vllm serve texts, but the gateway of agents needs token ids; give --url of a "
+                "rollout node, a router or an SGLang server, or leave the agent out by --agent="
             )
         if self.servers.starts is Scheduler.SKYPILOT:
             return None
@@ -207,7 +191,7 @@ class Plan:
         Raises:
             ConfigurationError: a dataset or the tokenizer of ``model`` cannot be loaded.
         """
-        settings = DataSettings.load(model_name=model if self.servers.needs_ids else None)
+        settings = DataSettings.load(model_name=None if self.servers.endpoint else model)
         loaded = settings.of_sources(
             lambda own, source: self._load(own, source) if source.name in self.sources else None
         )
@@ -240,10 +224,10 @@ class Plan:
     def _identity(self, settings: EvaluationSettings, examples: Examples, rewards: RewardSettings) -> dict[str, Any]:
         """Return everything but the model that a sample of a source depends on."""
         own = settings.model_dump(mode="json", exclude=_NOT_IN_SAMPLES)
-        if settings.workflow is WorkflowName.AGENT:
+        if settings.has_agent:
             own["forced_tool_calls"] = GatewaySettings.load().forced_tool_calls
         if self.servers.is_foreign:
-            own |= {"api": self.servers.openai_api.value, "neutral": NEUTRAL}
+            own |= {"api": "chat" if self.servers.endpoint else "completions", "neutral": NEUTRAL}
         # A reward-server elsewhere has its own reward functions.
         own |= {} if self.servers.reward_url else {"reward_fn": rewards.reward_fn}
         return {**own, "accuracy_fn": rewards.accuracy_fn, **examples.recipe}
@@ -262,7 +246,7 @@ def _asked(
     rollout = os.environ.get("ROLLOUT")
     # Without SOURCES the variables of a run on an environment may name questions or an agent instead.
     is_run = bool(variables.get("ENVIRONMENT")) or variables.get("ROLLOUT") == "environment"
-    is_run &= variables.get("DATASET", "seeds") == "seeds" and settings.workflow is not WorkflowName.AGENT
+    is_run &= variables.get("DATASET", "seeds") == "seeds" and not settings.has_agent
     played = settings.of_sources(
         lambda _, source: is_run if source is MAIN else source.settings.get("rollout", rollout) == "environment"
     )
@@ -270,10 +254,8 @@ def _asked(
     if not asked:
         raise ConfigurationError(
             f"ENVIRONMENT {variables.get('ENVIRONMENT', '')!r}, ROLLOUT {rollout!r} and SOURCES "
-            f"{str(settings.sources)!r} are episodes of environments alone, and this command asks questions. The run's "
-            "own evaluations play EVAL_PROMPTS held-out seeds: see accuracy and eval_reward in its metrics.jsonl. To "
-            "play a model afterwards, serve it by services.rollout_server and play it by grpo trajectories "
-            "(docs/guides/agents.md). For questions give --dataset"
+            f"{str(settings.sources)!r} are episodes of environments alone, and this command asks questions: give "
+            "--dataset, or serve the model by services.rollout_server and play it by grpo trajectories"
         )
     return asked, [name for name in played if played[name]]
 
@@ -284,8 +266,6 @@ def _checkpoints(models: Sequence[str], run_dir: Path | None, servers: ServerOpt
     Raises:
         ConfigurationError: one does not exist, or running servers cannot serve them.
     """
-    if servers.endpoint and run_dir is not None:
-        raise ConfigurationError("--endpoint and a run are both given; --model names the model of an endpoint")
     is_on_cluster = servers.starts is Scheduler.SKYPILOT
     elsewhere = [model for model in models if servers.endpoint or (is_on_cluster and model.startswith(VOLUME))]
     others = [model for model in models if model not in elsewhere]

@@ -1,12 +1,11 @@
-"""The output of an evaluation: progress, tables, results.json, and the curve over several checkpoints."""
+"""The output of an evaluation: progress, tables and results.json."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -17,39 +16,29 @@ from evaluation.evaluation import Progress
 from evaluation.metrics import accuracy, lengths
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Key, Kind, Sample
-from services.core.files import write_json
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, macro_mean
 
 RESULTS = "results.json"
-CURVE = "curve.json"
-CURVE_IMAGE = "curve.png"
+WORKFLOWS = {False: "single-turn", True: "agent"}
+"""The names in results.json of the ways to answer a prompt, by whether there is an agent."""
 LINE_SECONDS = 10.0
-"""The time between two lines of progress outside a terminal."""
+"""The time between two lines of progress."""
 
 
 class View:
-    """The progress of one model's evaluation: one line that changes on a terminal, further lines elsewhere.
-
-    A context manager.
-    """
+    """The progress of one model's evaluation: lines at the start, at the end and every LINE_SECONDS."""
 
     def __init__(self, console: Console, name: str) -> None:
         self._console = console
         self._name = name
         self._printed = float("-inf")
-        self._status = console.status(name)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
 
     def show(self, progress: Progress) -> None:
-        """Show the progress; elsewhere lines appear at the start, at the end and every LINE_SECONDS."""
+        """Print a line if one is due."""
+        is_last = progress.done + progress.left_out.total() >= progress.total
+        if not is_last and time.monotonic() - self._printed < LINE_SECONDS:
+            return
         parts = [f"{self._name}  {progress.done}/{progress.total} samples"]
         if progress.greedy:
             parts.append(f"right {progress.correct / progress.greedy:.3f}")
@@ -57,12 +46,8 @@ class View:
             parts.append(f"{rate:.0f} tokens/s")
         if progress.left_out:
             parts.append(f"{progress.left_out.total()} left out")
-        self._status.update("  ".join(parts))
-        is_last = progress.done + progress.left_out.total() >= progress.total
-        is_due = is_last or time.monotonic() - self._printed >= LINE_SECONDS
-        if is_due and not self._console.is_terminal:
-            self._printed = time.monotonic()
-            self._console.print("  ".join(parts))
+        self._printed = time.monotonic()
+        self._console.print("  ".join(parts))
 
 
 class Results(BaseModel):
@@ -84,8 +69,6 @@ class Results(BaseModel):
     sources: dict[str, Metrics] = {}
     """By the source in SOURCES."""
     categories: dict[str, Metrics] = {}
-    questions: dict[str, Metrics] = {}
-    """By a question's place in its session, from 1 on."""
     reward_mean: dict[str, float] = {}
     """Mean reward, by kind."""
     completion_tokens: dict[str, dict[str, int | float]] = {}
@@ -108,7 +91,7 @@ class Results(BaseModel):
 
     @property
     def title(self) -> str:
-        """The heading of tables and curves: the split, and how many of its prompts were evaluated."""
+        """The heading of tables: the split, and how many of its prompts were evaluated."""
         of_all = f" of {self.available}" if self.prompts < self.available else ""
         return f"{self.dataset} {self.split}, {self.prompts}{of_all} prompts"
 
@@ -157,8 +140,6 @@ def results_of(
     everything = [sample for of_prompt in drawn for sample in of_prompt]
     by_kind = {kind.value: chosen for kind in Kind if (chosen := [s for s in everything if s.kind is kind])}
     sources = _by([prompt.source or None for prompt in prompts], drawn, settings)
-    session = settings.eval_session_questions
-    places = [place % session + 1 for place in range(len(prompts))] if session > 1 and not sources else []
     return Results(
         model=checkpoint.model,
         name=checkpoint.name,
@@ -166,13 +147,12 @@ def results_of(
         fingerprint=checkpoint.fingerprint(),
         prompts=len(prompts),
         split=settings.eval_split,
-        workflow=", ".join(sorted({own.workflow.value for own in settings.by_source().values()})),
+        workflow=", ".join(sorted({WORKFLOWS[own.has_agent] for own in settings.by_source().values()})),
         samples_per_prompt=n,
         settings=identity,
         metrics=macro_mean(list(sources.values())) if sources else accuracy(drawn, n, ks),
         sources=sources,
         categories=_by([prompt.category for prompt in prompts], drawn, settings),
-        questions=_by(places, drawn, settings),
         left_out=dict(left_out),
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
@@ -188,7 +168,7 @@ def _drawn(prompt: Prompt, samples: Mapping[Key, Sample], n: int) -> list[Sample
 
 
 def _by(
-    groups: Sequence[str | int | None], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
+    groups: Sequence[str | None], drawn: Sequence[Sequence[Sample]], settings: EvaluationSettings
 ) -> dict[str, Metrics]:
     """Return ``accuracy`` of each group of prompts, in order; prompts of the group None are left out."""
     members: dict[Any, list[Sequence[Sample]]] = {}
@@ -215,7 +195,7 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
 
 
 def show(console: Console, everything: Sequence[Results]) -> None:
-    """Print a table of all models, and tables by category and by question for each model that has them."""
+    """Print a table of all models, and tables by source and by category for each model that has them."""
     first = everything[0]
     names = [results.name for results in everything]
     table = Table("", *names, title=first.title, title_justify="left")
@@ -223,8 +203,7 @@ def show(console: Console, everything: Sequence[Results]) -> None:
         table.add_row(label, *(results.rows.get(label, "-") for results in everything))
     console.print(table, soft_wrap=False)
     for results in everything:
-        kinds = {"source": results.sources, "category": results.categories, "question": results.questions}
-        for kind, parts in kinds.items():
+        for kind, parts in (("source", results.sources), ("category", results.categories)):
             if parts:
                 console.print(_table_by(kind, parts, results), soft_wrap=False)
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
@@ -245,30 +224,3 @@ def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Tabl
         prompts = max((estimate.prompts for estimate in metrics.values()), default=0)
         table.add_row(part, str(prompts), *(str(metrics.get(name, "-")) for name in names))
     return table
-
-
-def write_curve(directory: Path, everything: Sequence[Results]) -> None:
-    """Write curve.json, and draw curve.png: each metric over the steps, with its interval.
-
-    A checkpoint without a step stands at its place among the checkpoints.
-    """
-    steps = [place if results.step is None else results.step for place, results in enumerate(everything)]
-    points = [
-        {"step": step, **results.model_dump(include={"name", "model", "metrics"})}
-        for step, results in zip(steps, everything, strict=True)
-    ]
-    write_json(directory / CURVE, points)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name in everything[-1].headline:
-        drawn = [(s, r.metrics[name]) for s, r in zip(steps, everything, strict=True) if name in r.metrics]
-        x = [step for step, _ in drawn]
-        axes.plot(x, [estimate.value for _, estimate in drawn], marker="o", markersize=3, label=name)
-        axes.fill_between(x, [e.low for _, e in drawn], [e.high for _, e in drawn], alpha=0.15)
-    axes.set(xlabel="step", ylabel="share of right answers", ylim=(-0.02, 1.02))
-    axes.set_title(everything[0].title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(directory / CURVE_IMAGE, dpi=120)

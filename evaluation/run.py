@@ -14,10 +14,10 @@ from rich.console import Console
 
 from evaluation import report, skypilot
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow, score
+from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
-from evaluation.servers import START_SECONDS, Servers, parse_url, secrets, servers_for
+from evaluation.servers import Servers, secrets, servers_for
 from evaluation.store import open_store
 from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
@@ -39,6 +39,8 @@ from services.reward_server.settings import RewardSettings
 
 LOST_SECONDS = 600.0
 """The evaluation gives up after a server has not answered for this long."""
+SCORE_TRIES = 3
+SCORE_PAUSE_SECONDS = 1.0
 AT_ONCE = 1024
 """The most samples of a prompt that engines are asked for at once, so that they compute the prompt once."""
 UPLOADED = "/models"
@@ -53,7 +55,6 @@ async def evaluate(plan: Plan) -> None:
     Raises:
         ConfigurationError: a model or dataset cannot be loaded, or a server refuses requests.
         DependencyLostError: servers do not answer. Finished samples are kept.
-        ScoringLostError: the reward-server does not answer. Finished samples are kept.
     """
     # Without a terminal rich assumes 80 columns, too few for the tables.
     width = None if sys.stdout.isatty() else 160
@@ -70,7 +71,6 @@ async def evaluate(plan: Plan) -> None:
     if len(everything) > 1:
         content = {"checkpoints": [results.model_dump() for results in everything]}
         write_json(plan.output / report.RESULTS, content)
-        report.write_curve(plan.output, everything)
     report.show(console, everything)
     console.print(f"written to {plan.output}")
     if in_job_group():
@@ -119,10 +119,6 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
-        if plan.servers.endpoint:
-            # Before a reward-server is started in vain.
-            async with _engine(plan, checkpoint.model, parse_url(plan.servers.endpoint, is_api=True)) as engine:
-                await _admit(engine, START_SECONDS)
         async with (
             servers_for(plan, checkpoint.model, directory, say) as servers,
             _engine(plan, checkpoint.model, servers.engine) as engine,
@@ -130,15 +126,17 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
         ):
             await run_until_first_ends(_admit(engine, servers.start_seconds), servers.watch())
             await run_until_first_ends(rewards.wait_healthy(LOST_SECONDS), servers.watch())
+            scorer = partial(rewards.score, tries=SCORE_TRIES, pause_seconds=SCORE_PAUSE_SECONDS)
+
+            async def is_healthy() -> bool:
+                return all(await asyncio.gather(engine.is_healthy(), rewards.is_healthy()))
+
             for source, own in plan.sources.items():
-                scorer: Score = partial(score, rewards)
                 async with _workflow(plan, source, checkpoint.model, servers, engine, scorer) as workflow:
-                    prompts, questions = examples[source].prompts, own.eval_session_questions
-                    evaluation = Evaluation(
-                        prompts, own.eval_samples, workflow, store, engine.is_healthy, questions, progress
-                    )
-                    with report.View(console, f"{checkpoint.name} {source}".rstrip()) as view:
-                        await run_until_first_ends(evaluation.run(view.show), servers.watch())
+                    prompts = examples[source].prompts
+                    evaluation = Evaluation(prompts, own.eval_samples, workflow, store, is_healthy, progress)
+                    view = report.View(console, f"{checkpoint.name} {source}".rstrip())
+                    await run_until_first_ends(evaluation.run(view.show), servers.watch())
         for reason, detail in progress.examples.items():
             say(f"left out ({reason}), for example {detail}")
         too_long = sum(of_source.too_long for of_source in examples.values())
@@ -165,9 +163,9 @@ def _engine(plan: Plan, model: str, address: Endpoint) -> Engine:
     seconds = max(LOST_SECONDS, *(generation_seconds(own.max_new_tokens) for own in plan.sources.values()))
     if options.is_foreign:
         key, arguments = options.key or settings.token, settings.chat_template_args
-        return OpenAIEngine(
-            address.url, model, options.openai_api, key, places=places, seconds=seconds, template_args=arguments
-        )
+        limits: dict[str, Any] = {"places": places, "seconds": seconds}
+        is_chat = options.endpoint is not None
+        return OpenAIEngine(address.url, model, key, is_chat=is_chat, **limits, template_args=arguments)
     return RolloutClient(
         address,
         settings.token,

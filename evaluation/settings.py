@@ -7,7 +7,6 @@ as it was trained.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self
 
@@ -23,16 +22,6 @@ from services.core.settings import (
     TemplateSettings,
 )
 
-MATH_AGENT = "evaluation.math_agent:solve"
-"""The built-in agent, which has the tools add and multiply."""
-
-
-class WorkflowName(StrEnum):
-    """The way in which a prompt is answered."""
-
-    SINGLE_TURN = "single-turn"
-    AGENT = "agent"
-
 
 class EvaluationSettings(
     ModelSettings, TemplateSettings, AnswerSettings, AgentSettings, DeterminismSettings, SourcesSettings
@@ -45,9 +34,6 @@ class EvaluationSettings(
     """Seed of the sampling."""
     eval_split: Literal["test", "train", "all"] = "test"
     """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
-    eval_session_questions: int = Field(1, ge=1)
-    """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
-    far as `example.history`."""
     eval_output: Path = Path("runs/evaluations")
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
@@ -69,10 +55,8 @@ class EvaluationSettings(
             raise ValueError(f"EVAL_K is {self.eval_k!r}; give each k from 1 on, with commas, such as 1,4,16")
         if self.agent and self.agent_command:
             raise ValueError("AGENT and AGENT_COMMAND are both set; unset one of them")
-        if self.eval_stop and self.workflow is WorkflowName.AGENT:
+        if self.eval_stop and self.has_agent:
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
-        if self.eval_session_questions > 1 and self.workflow is not WorkflowName.AGENT:
-            raise ValueError("EVAL_SESSION_QUESTIONS is for agents; set AGENT or AGENT_COMMAND, or unset it")
         if too_large := [k for k in self.ks if k > self.eval_samples]:
             raise ValueError(
                 f"k {too_large[0]} (EVAL_K, --k) needs as many samples of each prompt, but EVAL_SAMPLES (--samples) is "
@@ -81,9 +65,9 @@ class EvaluationSettings(
         return self
 
     @property
-    def workflow(self) -> WorkflowName:
-        """The way in which prompts are answered."""
-        return WorkflowName.AGENT if self.agent or self.agent_command else WorkflowName.SINGLE_TURN
+    def has_agent(self) -> bool:
+        """True if an agent answers prompts, and not one completion."""
+        return bool(self.agent or self.agent_command)
 
     @property
     def ks(self) -> list[int]:

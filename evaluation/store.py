@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,8 +25,6 @@ from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, 
 
 SAMPLES = "samples.jsonl"
 IDENTITY = "evaluation.json"
-
-Record = TypeVar("Record", bound=BaseModel)
 
 
 @contextmanager
@@ -58,34 +56,6 @@ def locked_file(path: Path, option: str) -> Iterator[BinaryIO]:
         # What could not be written has been an error already.
         with suppress(OSError):
             file.close()
-
-
-def read_records(file: BinaryIO, kind: type[Record], option: str) -> Iterator[Record]:
-    """Yield the records of a locked file, and remove a last line that a kill cut off, before more are appended.
-
-    Raises:
-        ConfigurationError: a line is not a record; ``option`` names the directory.
-    """
-    file.seek(0)
-    position = 0
-    for number, line in enumerate(file, start=1):
-        if not line.endswith(b"\n"):
-            break
-        position += len(line)
-        try:
-            yield kind.model_validate_json(line)
-        except ValidationError as error:
-            raise ConfigurationError(
-                f"{file.name}, line {number}, is not a record ({error.errors()[0]['msg']}); give another {option}"
-            ) from error
-    file.truncate(position)
-    file.seek(0, os.SEEK_END)
-
-
-def append_records(file: BinaryIO, records: Sequence[BaseModel]) -> None:
-    """Append records to a file, so that they survive this process."""
-    file.write(b"".join(record.model_dump_json().encode() + b"\n" for record in records))
-    file.flush()
 
 
 def sha256_of(path: Path) -> str:
@@ -195,17 +165,33 @@ class SampleStore:
     """Samples by key, and the file that holds them."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Read ``file``; a last line that a kill cut off is removed.
+        """Read a locked ``file``; remove a last line that a kill cut off, before more are appended.
 
         Raises:
-            ConfigurationError: the file does not hold samples.
+            ConfigurationError: a line is not a sample.
         """
-        self.samples = {sample.key: sample for sample in read_records(file, Sample, "--output")}
         self._file = file
+        self.samples: dict[Key, Sample] = {}
+        file.seek(0)
+        position = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            position += len(line)
+            try:
+                sample = Sample.model_validate_json(line)
+            except ValidationError as error:
+                raise ConfigurationError(
+                    f"{file.name}, line {number}, is not a sample ({error.errors()[0]['msg']}); give another --output"
+                ) from error
+            self.samples[sample.key] = sample
+        file.truncate(position)
+        file.seek(0, os.SEEK_END)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Store samples, so that they survive this process; a sample replaces an earlier one with its key."""
-        append_records(self._file, samples)
+        self._file.write(b"".join(sample.model_dump_json().encode() + b"\n" for sample in samples))
+        self._file.flush()
         self.samples.update((sample.key, sample) for sample in samples)
 
 

@@ -14,11 +14,11 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +34,6 @@ from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
-from services.core.settings import Settings
 from services.core.tasks import run_until_signal
 from services.evaluation_head.policies import Policy
 from services.http.problems import ProblemError
@@ -58,13 +57,14 @@ class Options:
     """The options of a run; see ``main``."""
 
     environment: str | None
-    server: str | None
     policies: str
     episodes: int
     seed: int
     shard_episodes: int
     at_once: int
     save_to: Path
+    is_single: bool = False
+    """True for one policy alone, in an environment of one seat."""
 
 
 @dataclass(frozen=True)
@@ -212,28 +212,36 @@ def _nested(shape: Sequence[int]) -> pa.DataType:
 
 
 async def generate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Play the shards that ``options.save_to`` lacks and return the results; ``say`` gets a line for each shard.
+    """Play the shards that ``options.save_to`` lacks, and return the results; see ``play``."""
+    shards, info = await play(options, say)
+    results = results_of(options.save_to, shards, info.seats)
+    write_json(options.save_to / RESULTS, results)
+    return results
+
+
+async def play(options: Options, say: Callable[[str], None]) -> tuple[Sequence[Shard], EnvironmentInfo]:
+    """Play the shards that ``options.save_to`` lacks; return all, and their environment. ``say`` gets a line for each.
 
     Raises:
         ConfigurationError: an option is wrong, or the directory holds another run.
-        DependencyLostError: the environment server does not answer.
         ProblemError: a policy gives no actions.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
-        token = Settings.load().token
-        place = await stack.enter_async_context(open_arena(options.environment, options.server, token))
-        at_once = options.at_once
-        policies, targets = await open_policies(stack, options.policies, place.info, at_once, head_timeout_ms=0.0)
+        place = await stack.enter_async_context(open_arena(options.environment))
+        policies, targets = await open_policies(stack, options.policies, place.info, options.at_once)
         _check_manifest(options, place.info, targets, policies)
         lineups = lineups_of(list(policies), place.info.seats)
+        if options.is_single and (len(policies) > 1 or place.info.seats > 1):
+            raise ConfigurationError(
+                f"{place.info.id} has {place.info.seats} seats, and --policies {', '.join(policies)}; needed are one "
+                "seat and one policy: grpo trajectories compares several"
+            )
         shards = list(shards_of(lineups, options.episodes, options.seed, options.shard_episodes))
         for shard in shards:
             if not (options.save_to / shard.name).exists():
                 say(f"of {len(shards)} files, {await _play(shard, options, place, policies)}")
-    results = results_of(options.save_to, shards, place.info.seats)
-    write_json(options.save_to / RESULTS, results)
-    return results
+    return shards, place.info
 
 
 def _check_manifest(
@@ -274,24 +282,28 @@ async def _play(shard: Shard, options: Options, place: OpenArena, policies: Mapp
     )
 
 
-def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str, Any]:
-    """Return the results of all shards: the method, a row a policy, and the episodes that were left out.
+def summary_of(path: Path) -> dict[str, Any]:
+    """Return the summary that a shard's file has; see ``Rows.write``.
 
     Raises:
-        ConfigurationError: a file is not a shard.
+        ConfigurationError: the file is not a shard.
     """
+    try:
+        summary: dict[str, Any] = json.loads(pq.read_metadata(path).metadata[_SUMMARY])
+    except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is not a file of trajectories: {error!r}; remove it, and the same command plays its episodes again"
+        ) from error
+    return summary
+
+
+def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str, Any]:
+    """Return the results of all shards: the method, a row a policy, and the episodes that were left out."""
     games: dict[tuple[str, ...], list[list[float]]] = {shard.lineup: [] for shard in shards}
     steps: Counter[tuple[str, ...]] = Counter()
     left_out: dict[str, str] = {}
     for shard in shards:
-        path = directory / shard.name
-        try:
-            summary = json.loads(pq.read_metadata(path).metadata[_SUMMARY])
-        except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{path} is not a file of trajectories: {error!r}; remove it, and the same command plays its episodes "
-                "again"
-            ) from error
+        summary = summary_of(directory / shard.name)
         games[shard.lineup] += summary["returns"]
         steps[shard.lineup] += summary["steps"]
         left_out |= summary["left_out"]
@@ -375,10 +387,7 @@ def main(
     ],
     save_to: Annotated[Path, Option(help="Directory of the Parquet files. Resumes what is there.")],
     environment: Annotated[
-        str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1, or the server's own.")
-    ] = None,
-    server: Annotated[
-        str | None, Option(help="URL of an environment server to play on; default in this process.")
+        str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1.")
     ] = None,
     episodes: Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")] = 100,
     seed: Annotated[
@@ -389,17 +398,30 @@ def main(
 ) -> None:
     """Play episodes of policies in an environment and write every step to Parquet files."""
     logs.configure("generate_trajectories", "warning")
-    options = Options(environment, server, policies, episodes, seed, shard_episodes, at_once, save_to)
+    options = Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to)
 
     async def work() -> None:
+        _show(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
+
+    run(work, "trajectories", save_to)
+
+
+def run(work: Callable[[], Awaitable[None]], command: str, save_to: Path) -> NoReturn:
+    """Do the work of a command that writes to a directory, and exit.
+
+    Raises:
+        DependencyLostError: the work was interrupted; the message says how to continue.
+    """
+
+    async def resumable() -> None:
         try:
-            _show(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
+            await work()
         except (DependencyLostError, ProblemError) as error:
             reason = error.detail if isinstance(error, ProblemError) else str(error)
             raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
 
-    stopped = f"trajectories: stopped by {{}}; the same command continues from {save_to}"
-    raise typer.Exit(asyncio.run(run_until_signal(work(), stopped)))
+    stopped = f"{command}: stopped by {{}}; the same command continues from {save_to}"
+    raise typer.Exit(asyncio.run(run_until_signal(resumable(), stopped)))
 
 
 def _show(results: dict[str, Any], save_to: Path) -> None:

@@ -9,55 +9,34 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Option
 
-from evaluation.openai_engine import Api
 from evaluation.plan import Backend, Plan, Scheduler, ServerOptions
 from evaluation.run import evaluate
-from evaluation.settings import MATH_AGENT, EvaluationSettings, WorkflowName
-from evaluation.store import SAMPLES, SampleStore
+from evaluation.settings import EvaluationSettings
 from local_runner import spec
 from services.core import logs
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import DependencyLostError
 from services.core.tasks import run_until_signal
 from services.run_page.directory import find_run, named_run
-
-REMOVED = {
-    "--allocation": "give its d by --num-servers, its t by --env SGLANG_TP_SIZE=, and its p by --env "
-    "SGLANG_EXTRA_FLAGS='--pp-size 2'",
-    "--dry-run": "there is no batch file, and srun's own variables set queue, account and time limit",
-    "--discover": "give --url the address that `sky status --endpoints` or `sky serve status` shows",
-}
-"""The options that are gone, each with what does its work now."""
-
-
-def _refuse(parameter: typer.CallbackParam, value: str | bool | None) -> None:
-    if value:
-        option = parameter.opts[0]
-        raise ConfigurationError(f"{option} is gone; {REMOVED[option]}")
-
 
 Text = str | None
 Texts = list[str] | None
 Number = int | None
-Gone = Annotated[Text, Option(hidden=True, callback=_refuse)]
 RUN = "Id or directory of a run: its kept models are evaluated. Default, without a model or a server: the newest run."
 DATASET = "gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file."
 COMMAND = "The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL."
-API = "How an --endpoint is asked: conversations, or completions of token ids; default chat."
-CHECK = "Only answer the first prompt, such as by an agent before its run, and print it."
 
 
 def main(
     context: typer.Context,
     run: Annotated[Text, typer.Argument(metavar="[RUN]", help=RUN)] = None,
-    model: Annotated[Texts, Option(help="Hugging Face name or directory; several make a curve.")] = None,
+    model: Annotated[Texts, Option(help="Hugging Face name or directory. Repeatable.")] = None,
     dataset: Annotated[Text, Option(help=DATASET)] = None,
     eval_split: Annotated[Text, Option("--split", help="test, train or all.")] = None,
     eval_prompts: Annotated[Number, Option("--limit", help="Only this many prompts, the first ones.")] = None,
@@ -66,19 +45,13 @@ def main(
     temperature: Annotated[float | None, Option(help="Of the samples; default 1.")] = None,
     max_new_tokens: Annotated[Number, Option(help="Longest completion; default 512.")] = None,
     eval_stop: Annotated[Texts, Option("--stop", help="A text that ends a completion. Repeatable.")] = None,
-    workflow: Annotated[WorkflowName | None, Option(help="One completion, or an agent's episode.")] = None,
-    agent: Annotated[Text, Option(help="The agent, as module:function; default AGENT, else a math agent.")] = None,
+    agent: Annotated[Text, Option(help="The agent, as module:function; default AGENT; '' for completions.")] = None,
     agent_command: Annotated[Text, Option(help=COMMAND)] = None,
-    eval_session_questions: Annotated[
-        Number, Option("--session-questions", help="Questions that an agent answers in one conversation; default 1.")
-    ] = None,
     scheduler: Annotated[Scheduler | None, Option(help="What starts the servers; default local.")] = None,
     backend: Annotated[Backend, Option(help="What serves the model on this machine.")] = Backend.ROLLOUT,
     num_servers: Annotated[Number, Option(min=1, help="Servers to start; default 1.")] = None,
-    check: Annotated[bool, Option("--check", help=CHECK)] = False,
-    url: Annotated[Texts, Option(help="A running router or engine, such as http://127.0.0.1:30000.")] = None,
-    endpoint: Annotated[Texts, Option(help="Any OpenAI-compatible server, as http://127.0.0.1:8000/v1.")] = None,
-    api: Annotated[Api | None, Option(help=API)] = None,
+    url: Annotated[Text, Option(help="A running router or engine, such as http://127.0.0.1:30000.")] = None,
+    endpoint: Annotated[Text, Option(help="Any OpenAI-compatible server, as http://127.0.0.1:8000/v1.")] = None,
     api_key_env: Annotated[Text, Option(help="The variable that has the key of --endpoint.")] = None,
     reward_url: Annotated[Text, Option(help="A running reward-server; by default this command starts one.")] = None,
     eval_concurrency: Annotated[Number, Option("--concurrency", help="Prompts in flight a server; default 64.")] = None,
@@ -88,9 +61,6 @@ def main(
     env_file: Annotated[
         list[Path] | None, Option(help="File of NAME=VALUE lines, such as a run's. Repeatable.")
     ] = None,
-    allocation: Gone = None,
-    discover: Gone = None,
-    dry_run: Annotated[bool, Option("--dry-run", hidden=True, callback=_refuse)] = False,
 ) -> None:
     """Evaluate checkpoints. Writes results.json and samples.jsonl."""
     raise typer.Exit(_evaluate(context.params))
@@ -102,24 +72,12 @@ def _evaluate(options: Mapping[str, Any]) -> int:
     variables |= {} if options["dataset"] is None else {"DATASET": options["dataset"]}
     os.environ.update(variables)
     settings = _settings(options)
-    given = {name: options[name] for name in ServerOptions.__dataclass_fields__}
-    servers = ServerOptions(**given | {name: _one(name, given[name] or []) for name in ("url", "endpoint")})
+    servers = ServerOptions(**{name: options[name] for name in ServerOptions.__dataclass_fields__})
     logs.configure("evaluate", "warning")
     models = options["model"] or []
     run_dir = run_directory(options["run"], is_named=bool(models or servers.url or servers.endpoint))
-    with tempfile.TemporaryDirectory(prefix="check-") as scratch:
-        output = Path(scratch) if options["check"] else options["output"]
-        plan = Plan(settings, models=models, run_dir=run_dir, servers=servers, output=output, variables=variables)
-        code = _run(plan)
-        if options["check"] and not code:
-            _show_samples(plan.output)
-    return code
-
-
-def _one(name: str, addresses: Sequence[str]) -> str | None:
-    if len(addresses) > 1:
-        raise ConfigurationError(f"--{name} is given {len(addresses)} times; give the address of a router before them")
-    return addresses[0] if addresses else None
+    given: dict[str, Any] = {"servers": servers, "output": options["output"], "variables": variables}
+    return _run(Plan(settings, models=models, run_dir=run_dir, **given))
 
 
 def _settings(options: Mapping[str, Any]) -> EvaluationSettings:
@@ -129,33 +87,15 @@ def _settings(options: Mapping[str, Any]) -> EvaluationSettings:
         ConfigurationError: the options contradict each other, or a value is not allowed.
     """
     overrides = {name: value for name, value in options.items() if name in EvaluationSettings.model_fields}
-    overrides |= _agent(options["workflow"], options["agent"], options["agent_command"])
-    overrides |= {"eval_prompts": 1, "eval_samples": 0} if options["check"] else {}
+    agents = {name: options[name] for name in ("agent", "agent_command")}
+    if any(agent is not None for agent in agents.values()):
+        overrides |= {name: agent or "" for name, agent in agents.items()}
+        return EvaluationSettings.load(**overrides)
     settings = EvaluationSettings.load(**overrides)
-    is_chosen = any(options[name] for name in ("workflow", "agent", "agent_command"))
-    if settings.workflow is WorkflowName.AGENT and not is_chosen:
+    if settings.has_agent:
         name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
-        print(f"evaluate: {name} is set and answers; --workflow single-turn leaves it out", file=sys.stderr)
+        print(f"evaluate: {name} is set and answers; --agent= leaves it out", file=sys.stderr)
     return settings
-
-
-def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:
-    """Return the values that the options give AGENT and AGENT_COMMAND; None leaves one to the environment.
-
-    Raises:
-        ConfigurationError: the options contradict each other.
-    """
-    if workflow is WorkflowName.SINGLE_TURN:
-        if agent or command:
-            raise ConfigurationError("--workflow single-turn has no agent; leave out that option, or the agent")
-        agent, command = "", ""
-    elif agent is not None:
-        command = command or ""
-    elif command is not None:
-        agent = ""
-    elif workflow is WorkflowName.AGENT and not (os.environ.get("AGENT") or os.environ.get("AGENT_COMMAND")):
-        agent = MATH_AGENT
-    return {"agent": agent, "agent_command": command}
 
 
 def _run(plan: Plan) -> int:
@@ -171,21 +111,6 @@ def _run(plan: Plan) -> int:
         return asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {continues}"))
     except DependencyLostError as error:
         raise DependencyLostError(f"{error}; the same command continues from what is done") from error
-
-
-def _show_samples(output: Path) -> None:
-    """Print the conversations below ``output`` with their figures and rewards."""
-    for path in output.rglob(SAMPLES):
-        with path.open("rb+") as file:
-            samples = SampleStore(file).samples.values()
-        for sample in samples:
-            answered = {"role": "assistant", "content": sample.completion}
-            for message in sample.messages or [{"role": "user", "content": sample.prompt}, answered]:
-                calls = [call["function"] for call in message.get("tool_calls") or []]
-                print(f"\n{message['role']}: {message.get('content') or ''}", *calls)
-            result = sample.result
-            reward = result.reason if result.reward is None else result.reward
-            print(f"\nturns {sample.turns}, tokens {sample.completion_tokens}, reward {reward}")
 
 
 def run_directory(run: str | None, *, is_named: bool) -> Path | None:

@@ -79,8 +79,6 @@ class Example(Prompt):
     row: dict[str, Any] = Field(default_factory=dict)  # type: ignore[assignment]
     model: str
     """The model's name in requests."""
-    history: list[dict[str, Any]] = Field(default_factory=list)
-    """The session's conversation over the questions before this one; empty at the first one, and in training."""
     scorer: Scorer = Field(repr=False, exclude=True)
     result: RewardResult | None = None
     """The result of the last call of ``score``, or the result that a program gave."""

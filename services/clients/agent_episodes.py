@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 
@@ -129,7 +129,6 @@ class EpisodePlayer:
         prompt: Prompt,
         request: CreateSessionRequest,
         *,
-        history: Sequence[dict[str, Any]] = (),
         seat: int | None = None,
     ) -> Episode:
         """Let an agent answer a prompt in the session that ``request`` opens; return the episode.
@@ -146,9 +145,7 @@ class EpisodePlayer:
             scored[:] = await self._score([RewardItem.of(prompt, response)])
             return scored[0]
 
-        example = Example.of(
-            prompt, self._limits.visible_columns, model=self._model, history=list(history), scorer=score
-        )
+        example = Example.of(prompt, self._limits.visible_columns, model=self._model, scorer=score)
         result, failure = await self._run(agent, example, request)
         if result.status is RewardStatus.ERROR and any(result is one for one in scored):
             failure = AgentFailedError(str(result.reason), "reward_error")

@@ -16,8 +16,8 @@ import os
 import socket
 import time
 import uuid
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -105,15 +105,10 @@ class ServedEpisode(Episode):
 
     @classmethod
     def begun_at(
-        cls,
-        server: EnvironmentServer,
-        reply: wire.ResetReply,
-        start: wire.EpisodeStart,
-        split: str | None,
-        source: str = "",
+        cls, server: EnvironmentServer, reply: wire.ResetReply, split: str | None, source: str = ""
     ) -> ServedEpisode:
-        """Return one of the episodes that a server has begun."""
-        info = reply.environment
+        """Return the first episode that a server has begun."""
+        info, start = reply.environment, reply.episodes[0]
         episode = cls.begun(start, info, environment=info, server=server, split=split, source=source)
         if info.deterministic:
             episode._digests.append(_digest(start))
@@ -232,64 +227,47 @@ class EnvironmentClient:
             raise DependencyLostError(f"no environment-server has sent its settings: {_none_found()}")
         return await servers[0].settings()
 
-    async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[ServedEpisode]:
-        """Begin an episode of a source's environment for each seed. A seed begins the same episode on every server.
+    async def begin(self, seed: int, split: str | None = None, source: str = "") -> ServedEpisode:
+        """Begin an episode of a source's environment. A seed begins the same episode on every server.
 
         Raises:
             DependencyLostError: no server began one within the client's deadline.
             RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
-        begun: list[ServedEpisode] = []
-        for first, count in consecutive(seeds):
-            server, reply = await self._reset(first, split, source, count)
-            begun += [ServedEpisode.begun_at(server, reply, start, split, source) for start in reply.episodes]
-            self._active[server.url] += count
-        return begun
+        server, reply = await self._reset(seed, split, source)
+        self._active[server.url] += 1
+        return ServedEpisode.begun_at(server, reply, split, source)
 
-    async def step(self, moves: Sequence[tuple[ServedEpisode, wire.Action]]) -> list[wire.StepResult]:
-        """Take one action in each of some episodes; those whose server is lost continue on another one.
+    async def step(self, episode: ServedEpisode, action: wire.Action) -> wire.StepResult:
+        """Take an action in an episode, which continues on another server if its own one is lost.
 
         Raises:
-            RequestRefusedError: the environment cannot begin an episode again.
+            RequestRefusedError: the environment cannot begin the episode again.
         """
-        by_server: defaultdict[EnvironmentServer, dict[ServedEpisode, wire.StepItem]] = defaultdict(dict)
-        for episode, action in moves:
-            by_server[episode.server][episode] = episode.step_with(action)
-        answers = await asyncio.gather(*(self._step_on(at, items) for at, items in by_server.items()))
-        results: dict[ServedEpisode, wire.StepResult] = {}
-        for items, answer in zip(by_server.values(), answers, strict=True):
-            results |= zip(items, answer, strict=True)
-        lost = [(e, action) for e, action in moves if results[e].status is wire.StepStatus.LOST]
-        recovered = await asyncio.gather(*(self._recover(e, action, results[e]) for e, action in lost)) if lost else []
-        results |= zip([episode for episode, _ in lost], recovered, strict=True)
-        for episode, action in moves:
-            if results[episode].is_taken:
-                episode.remember(action, results[episode])
-        return [results[episode] for episode, _ in moves]
+        result = await self._step_on(episode.server, episode, episode.step_with(action))
+        if result.status is wire.StepStatus.LOST:
+            result = await self._recover(episode, action, result)
+        if result.is_taken:
+            episode.remember(action, result)
+        return result
 
-    async def end(self, episodes: Sequence[ServedEpisode]) -> None:
-        """End episodes on their servers, if the environment has not ended them."""
-        by_server: defaultdict[EnvironmentServer, list[str]] = defaultdict(list)
-        for episode in episodes:
-            self._active[episode.server.url] -= 1
-            if not episode.has_ended:
-                by_server[episode.server].append(episode.id)
-        for server, ids in by_server.items():
+    async def end(self, episode: ServedEpisode) -> None:
+        """End an episode on its server, if the environment has not ended it."""
+        self._active[episode.server.url] -= 1
+        if not episode.has_ended:
             # A server that is away ends the episode later, when it has not been stepped for a while.
             with contextlib.suppress(DependencyLostError):
-                await server.end(ids, deadline=CLOSE_SECONDS)
+                await episode.server.end([episode.id], deadline=CLOSE_SECONDS)
 
-    async def _reset(
-        self, seed: int, split: str | None, source: str, count: int = 1
-    ) -> tuple[EnvironmentServer, wire.ResetReply]:
-        """Begin episodes on any server that has the environment of the source's first episode; return both.
+    async def _reset(self, seed: int, split: str | None, source: str) -> tuple[EnvironmentServer, wire.ResetReply]:
+        """Begin an episode on any server that has the environment of the source's first episode; return both.
 
         Raises:
             DependencyLostError: no server began one within the client's deadline; the message has both versions of an
                 environment that is another one.
             RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
-        request = wire.ResetRequest(episodes=count, seed=seed, split=split, source=source, request_id=uuid.uuid4().hex)
+        request = wire.ResetRequest(seed=seed, split=split, source=source, request_id=uuid.uuid4().hex)
         end = time.monotonic() + self.deadline
         while True:
             servers = sorted(await self.servers(), key=self._preference)
@@ -305,7 +283,7 @@ class EnvironmentClient:
                         return server, reply
                     reason = f"{server.url} is refused: {differences(reply.environment, expected)}"
                     log.warning("an environment-server is refused", reason=reason)
-                self.note_failure(server)
+                self._note_failure(server)
             if time.monotonic() > end:
                 raise DependencyLostError(f"no environment-server began an episode: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
@@ -319,24 +297,22 @@ class EnvironmentClient:
         """Return the number of this client's episodes on a server."""
         return self._active[server.url]
 
-    async def _step_on(
-        self, server: EnvironmentServer, items: Mapping[ServedEpisode, wire.StepItem]
-    ) -> list[wire.StepResult]:
-        """Take an action in each of some episodes of one server, with the patience that the module's text describes."""
+    async def _step_on(self, server: EnvironmentServer, episode: ServedEpisode, item: wire.StepItem) -> wire.StepResult:
+        """Take an action of an episode on a server, with the patience that the module's text describes."""
         began = time.monotonic()
-        may_leave = all(episode.environment.deterministic for episode in items)
-        patience = 0.0 if may_leave else WAIT_SECONDS
+        patience = 0.0 if episode.environment.deterministic else WAIT_SECONDS
         while True:
             try:
-                return await server.step([*items.values()], deadline=min(ANSWER_SECONDS, self.deadline))
+                [result] = await server.step([item], deadline=min(ANSWER_SECONDS, self.deadline))
+                return result
             except DependencyLostError as error:
                 waited = time.monotonic() - began
                 if waited > self.deadline or (waited > patience and not await server.is_healthy()):
-                    self.note_failure(server)
-                    return [_lost(item.episode, str(error)) for item in items.values()]
+                    self._note_failure(server)
+                    return _lost(item.episode, str(error))
             await asyncio.sleep(PAUSE_SECONDS)
 
-    def note_failure(self, server: EnvironmentServer) -> None:
+    def _note_failure(self, server: EnvironmentServer) -> None:
         """Make a server the last choice for a while."""
         self._failed[server.url] = time.monotonic()
 
@@ -349,7 +325,7 @@ class EnvironmentClient:
                 await self._begin_again(episode, str(lost.detail))
             except EpisodeLostError as error:
                 return _lost(episode.id, str(error))
-            [result] = await self._step_on(episode.server, {episode: episode.step_with(action)})
+            result = await self._step_on(episode.server, episode, episode.step_with(action))
             if result.status is not wire.StepStatus.LOST:
                 return result
             lost = result
@@ -376,14 +352,10 @@ class EnvironmentClient:
                 # Only now, so that a cancelled recovery leaves the episode as it was.
                 self._active[episode.server.url] -= 1
                 self._active[server.url] += 1
-                self.moves(episode, server, start.episode)
                 episode.server, episode.id = server, start.episode
                 REPLAYED.inc()
                 return
         raise EpisodeLostError(f"{reason}; no server took its actions again within {self.deadline:g} s")
-
-    def moves(self, episode: ServedEpisode, server: EnvironmentServer, new_id: str) -> None:
-        """Take note that an episode moves to a server, where it has another id."""
 
     async def _repeat(self, episode: ServedEpisode, server: EnvironmentServer, start: wire.EpisodeStart) -> bool:
         """Take all actions again in an episode that has begun; return False if its server is lost meanwhile.
@@ -394,22 +366,11 @@ class EnvironmentClient:
         episode.compare(start, 0, server.url)
         for step, action in enumerate(episode.actions):
             item = wire.StepItem.model_construct(episode=start.episode, step=step, action=action)
-            [result] = await self._step_on(server, {episode: item})
+            result = await self._step_on(server, episode, item)
             if result.status is wire.StepStatus.LOST:
                 return False
             episode.compare(result, step + 1, server.url)
         return True
-
-
-def consecutive(seeds: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive seeds, each as its first seed and its length: one request begins a run."""
-    runs: list[tuple[int, int]] = []
-    for seed in seeds:
-        if runs and seed == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((seed, 1))
-    return runs
 
 
 def differences(actual: wire.EnvironmentInfo, expected: wire.EnvironmentInfo) -> str:

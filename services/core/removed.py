@@ -11,6 +11,7 @@ REMOVED: dict[str, str] = {
     "ENGINE_HANG_SECONDS": "engines and routers that do not answer for 60 s are restarted",
     "ENGINE_STALE_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: a fifth of that",
     "ENVIRONMENT_TEXT_TURNS": "set ENVIRONMENT_MAX_STEPS, which bounds the answers of a text environment too",
+    "EVAL_SESSION_QUESTIONS": "an agent answers each question in a conversation of its own",
     "GAE_PER_TURN": "set CREDIT=turn, with which a step of GAMMA and GAE_LAMBDA is a turn",
     "JUDGE_MAX_TOKENS": 'set JUDGE_ARGS={"max_tokens": 2048}',
     "JUDGE_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: 0.4 of that",

@@ -52,8 +52,6 @@ class SupervisedProcess:
         self.command = command
         self.starts = 0
         """The number of starts so far, which tells one child from the next."""
-        self.ends: list[str] = []
-        """How each child that ended by itself ended."""
         self.before_restart: Callable[[], Awaitable[None]] | None = None
         """Awaited between the end of a child and the next start."""
         self._is_healthy = is_healthy
@@ -95,8 +93,7 @@ class SupervisedProcess:
                 await run_until_first_ends(process.wait(), self._kill_if_hung())
                 assert process.returncode is not None
                 self.kill()
-                self.ends.append(describe_exit(process.returncode))
-                log.warning("child ended", child=self.command.name, how=self.ends[-1])
+                log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
                 if process.returncode == EXIT_CONFIGURATION:
                     raise ChildRefusedError(
                         f"the {self.command.name} cannot run with these settings; it says why above"

@@ -3,9 +3,8 @@
 For each episode that begins on a replica of a service, a request goes through the service's load balancer, too, because
 SkyServe's autoscaler counts these requests. The episode's own requests go to the replica, which alone has the episode.
 
-Servers that push are not driven. The episodes of a server that is lost continue on other servers with the same
-environment, if it declares ``deterministic``; otherwise they are lost. A server that cannot be reached, or breaks the
-protocol, is tried again; the other servers are not affected.
+Servers that push are not driven. The episodes of a server that is lost are lost. A server that cannot be reached, or
+breaks the protocol, is tried again; the other servers are not affected.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 
 from pydantic import ValidationError
 
-from services.clients.environment import EnvironmentClient, EnvironmentServer, ServedEpisode
-from services.clients.play import Decision, Step, play
+from services.clients.environment import CLOSE_SECONDS, EnvironmentServer
+from services.clients.play import Decision, Episode, Step, play
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.evaluation_head.policies import OverloadedError, Policy
@@ -30,13 +29,14 @@ from services.evaluation_head.settings import HeadSettings
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 from services.protocol.evaluation import (
+    Action,
     DiscoveredServer,
     EnvironmentInfo,
     EnvironmentServerHealth,
-    EpisodePosition,
     ResetRequest,
     ServerMode,
     ServerState,
+    StepResult,
 )
 
 log = get_logger(__name__)
@@ -46,29 +46,25 @@ PROBE_INTERVAL_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Limit of the answer to a probe."""
 REQUEST_SECONDS = 60.0
-"""Limit of one request with its retries, and of the search for a server that takes the episodes of a lost one."""
+"""Limit of one request with its retries."""
 ENTRANCE_SECONDS = 1.0
 """Limit of one request to a load balancer, whose answer does not matter."""
 
 
-class Link(EnvironmentClient):
-    """The head's connection to one discovered server, and the play of the episodes that begin there.
-
-    If the server is lost, its episodes continue on the servers of other links that have the same environment.
-    """
+class Link:
+    """The head's connection to one discovered server, and the play of the episodes there; see Arena."""
 
     def __init__(self, server: DiscoveredServer, record: Server, driver: Driver) -> None:
         assert server.url is not None
         self._settings = driver.settings
-        super().__init__([], self._settings.token, deadline=REQUEST_SECONDS)
         self.discovered = server
-        self.url = server.url
         self.record = record
         self.is_dropped = False
         """True once discovery no longer finds the server; the link ends with its episodes."""
-        self._driver = driver
+        self._policies = driver.policies
         self._registry = driver.registry
-        self.under_way: list[ServedEpisode] = []
+        self._server = EnvironmentServer(server.url, self._settings.token, deadline=REQUEST_SECONDS)
+        self.under_way: list[Episode] = []
         self._policy: Policy | None = None
         """The policy that plays; None until one fits."""
         self._begun = 0
@@ -80,10 +76,12 @@ class Link(EnvironmentClient):
 
     async def run(self) -> None:
         """Ask for the server's health, and play while the server is well, until cancelled or dropped."""
-        async with self:
-            self._server = await self.connect(self.url)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
             entrance = self.discovered.entrance
-            self._entrance = await self.connect(entrance) if entrance else None
+            self._entrance = None
+            if entrance:
+                self._entrance = await stack.enter_async_context(EnvironmentServer(entrance, self._settings.token))
             while not self.is_dropped:
                 await self._probe()
                 self._given_up = 0
@@ -107,31 +105,10 @@ class Link(EnvironmentClient):
         except DependencyLostError as error:
             detail = str(error)
         except ValidationError:
-            detail = f"{self.url} is not an environment server (/health)"
+            detail = f"{self._server.url} is not an environment server (/health)"
         record.probed, self._is_well = state, is_well
         if detail is not None or not self.under_way:
             record.detail = detail
-
-    async def servers(self) -> list[EnvironmentServer]:
-        """Return the servers on which episodes can begin again: this link's, and those with the same environment."""
-        well = [link for link in self._driver.links if link._is_well and link is not self]
-        equal = [link for link in well if link.environments.get("") == self.environments.get("")]
-        return [self._server, *[await self.connect(link.url) for link in equal]]
-
-    def note_failure(self, server: EnvironmentServer) -> None:
-        """Make a server the last choice for a while, and begin no episode there before it is well again."""
-        super().note_failure(server)
-        for link in self._driver.links:
-            if link.url == server.url:
-                link._is_well = False
-
-    def moves(self, episode: ServedEpisode, server: EnvironmentServer, new_id: str) -> None:
-        """Let the server that an episode moves to have it in the registry."""
-        self._registry.move(self._record_of(episode.server), episode.id, self._record_of(server), new_id)
-
-    def _record_of(self, server: EnvironmentServer) -> Server:
-        """Return the record of a server; this link's, if the other one has vanished."""
-        return next((link.record for link in self._driver.links if link.url == server.url), self.record)
 
     def _room(self) -> int:
         """Return how many episodes may be begun now."""
@@ -152,41 +129,46 @@ class Link(EnvironmentClient):
         except (DependencyLostError, RequestRefusedError, ProblemError) as error:
             record.detail = error.detail if isinstance(error, ProblemError) else str(error)
             log.warning("playing stopped with an error", server=record.name, error=record.detail)
-            with contextlib.suppress(RequestRefusedError):
-                await self.end(self.under_way)
+            await self.end(self.under_way)
         finally:
             record.mode = ServerMode.IDLE
-            for episode in self.under_way:
-                self._registry.lose(self._record_of(episode.server), [episode.id])
+            self._registry.lose(record, [episode.id for episode in self.under_way])
             self.under_way.clear()
 
     def _seeds(self, _room: int) -> Sequence[int]:
         return [(self._begun + i) % 2**31 for i in range(self._room())]
 
-    async def begin(self, seeds: Sequence[int], split: str | None = None, source: str = "") -> list[ServedEpisode]:
-        """Begin episodes at the server; none if no policy fits them.
+    async def begin(self, seeds: Sequence[int]) -> list[Episode]:
+        """Begin episodes; none if no policy fits them.
 
         Raises:
-            DependencyLostError, RequestRefusedError: the server begins none, and no other episode is under way.
+            DependencyLostError, RequestRefusedError: the server begins none.
         """
         request = ResetRequest(episodes=len(seeds), seed=seeds[0], request_id=uuid.uuid4().hex)
-        try:
-            reply, _ = await asyncio.gather(self._server.reset(request), self._announce(len(seeds)))
-        except DependencyLostError:
-            if not self.under_way:
-                raise
-            # The episodes under way may continue elsewhere.
-            self.note_failure(self._server)
-            return []
-        episodes = [ServedEpisode.begun_at(self._server, reply, start, None) for start in reply.episodes]
-        policy = self._fitting(reply.environment)
-        if policy is None:
+        reply, _ = await asyncio.gather(self._server.reset(request), self._announce(len(seeds)))
+        episodes = [Episode.begun(start, reply.environment) for start in reply.episodes]
+        self._policy = self._fitting(reply.environment)
+        if self._policy is None:
             self._given_up = self._settings.head_drive_episodes
             await self.end(episodes)
             return []
         self._begun += len(seeds)
-        self._policy, self.environments[""] = policy, reply.environment
         return episodes
+
+    async def step(self, moves: Sequence[tuple[Episode, Action]]) -> list[StepResult]:
+        """Take one action in each of some episodes.
+
+        Raises:
+            DependencyLostError, RequestRefusedError: the server is lost, or takes none of the actions.
+        """
+        return await self._server.step([episode.step_with(action) for episode, action in moves])
+
+    async def end(self, episodes: Sequence[Episode]) -> None:
+        """End episodes early; a server that is lost has none."""
+        over = [episode.id for episode in episodes if not episode.has_ended]
+        with contextlib.suppress(DependencyLostError, RequestRefusedError):
+            if over:
+                await self._server.end(over, deadline=CLOSE_SECONDS)
 
     async def _announce(self, episodes: int) -> None:
         """Send a request an episode through the load balancer of the server's service, if it has one."""
@@ -200,15 +182,15 @@ class Link(EnvironmentClient):
             self.record.detail = f"{environment.id} has {environment.seats} seats; the head plays environments of one"
             return None
         misfits = []
-        for policy in self._driver.policies.values():
+        for policy in self._policies.values():
             if (misfit := policy.misfit(environment)) is None:
                 return policy
             misfits.append(misfit)
         self.record.detail = "; ".join(misfits)
         return None
 
-    async def _ask(self, episodes: Sequence[ServedEpisode]) -> list[Decision]:
-        """Return the policy's decisions, and count them for the servers that have the episodes.
+    async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
+        """Return the policy's decisions, and count them.
 
         Raises:
             ProblemError: the policy gave no actions.
@@ -223,26 +205,22 @@ class Link(EnvironmentClient):
                 break
             except OverloadedError as error:
                 await asyncio.sleep(error.retry_after)
-        positions: defaultdict[EnvironmentServer, list[EpisodePosition]] = defaultdict(list)
-        for episode in episodes:
-            positions[episode.server].append(episode.position)
-        for server, entries in positions.items():
-            self._registry.played(self._record_of(server), policy.name, entries, len(entries))
+        positions = [episode.position for episode in episodes]
+        self._registry.played(self.record, policy.name, positions, len(positions))
         return decisions
 
     def _note_steps(self, _steps: Sequence[Step]) -> None:
         self._given_up = 0
 
-    async def _note_end(self, episode: ServedEpisode) -> None:
+    async def _note_end(self, episode: Episode) -> None:
         """Count an episode that has ended, or was given up."""
-        record = self._record_of(episode.server)
         assert self._policy is not None
         if episode.has_ended:
-            self._registry.finish(record, episode.report, self._policy.name)
+            self._registry.finish(self.record, episode.report, self._policy.name)
             return
         self._given_up += 1
-        record.detail = f"an episode was given up: {episode.detail}"
-        self._registry.lose(record, [episode.id])
+        self.record.detail = f"an episode was given up: {episode.detail}"
+        self._registry.lose(self.record, [episode.id])
 
 
 class Driver:

@@ -229,11 +229,6 @@ class Registry:
             returns.add(report.episode_return)
         FINISHED.labels(policy).inc()
 
-    def move(self, server: Server, episode: str, other: Server, new_id: str) -> None:
-        """Record that an episode under way continues on another server, or on this one after a restart."""
-        server.active.pop(episode, None)
-        other.active[new_id] = time.monotonic()
-
     def lose(self, server: Server, episodes: Iterable[str] | None = None) -> None:
         """Count episodes as lost, by default all that the server has under way."""
         for episode in list(server.active) if episodes is None else episodes:

@@ -66,13 +66,6 @@ class HeadSettings(Settings):
             raise ValueError("a policy of another head is no target any more; name that policy's own target here")
         return text
 
-    @field_validator("game_server_prefix")
-    @classmethod
-    def _has_a_prefix(cls, text: str) -> str:
-        if not _listed(text):
-            raise ValueError("needed is a prefix, or several with spaces or commas between")
-        return text
-
     @field_validator("game_server_addresses")
     @classmethod
     def _are_addresses(cls, text: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 from transformers import AutoTokenizer
 
-from evaluation.evaluation import AgentWorkflow, Messages
+from evaluation.evaluation import AgentWorkflow
 from evaluation.servers import parse_url
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample
@@ -95,12 +95,10 @@ class Ground:
         player = EpisodePlayer(self.gateway, "m", scorer, settings, patience=self.patience)
         return AgentWorkflow(settings, player, agent, asyncio.Semaphore(places))
 
-    async def play(
-        self, agent: Any, says: Sequence[str] = (), kind: Kind = Kind.GREEDY, history: Messages = (), **options: Any
-    ) -> Sample:
+    async def play(self, agent: Any, says: Sequence[str] = (), kind: Kind = Kind.GREEDY, **options: Any) -> Sample:
         """Play an episode in which the model says some texts."""
         self.engine.says = list(says)
-        [sample] = await self.workflow(agent, **options).sample(PROMPT, kind, [4], history)
+        [sample] = await self.workflow(agent, **options).sample(PROMPT, kind, [4])
         return sample
 
 

@@ -12,10 +12,9 @@ import httpx
 import openai
 import pytest
 
-from evaluation.evaluation import ScoringLostError
 from evaluation.store import Kind
 from services.agents import AgentFailedError, Program, load_agent
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.rewards import FinishReason, RewardItem, RewardResult
 from services.relay import Relay
 from tests.evaluation.agent_play import PROMPT, SETTINGS, Ground, call
@@ -192,9 +191,9 @@ async def test_an_episode_has_the_limits_of_training(
 
 async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(ground: Ground) -> None:
     async def gone(_items: list[RewardItem]) -> list[RewardResult]:
-        raise ScoringLostError("away")
+        raise DependencyLostError("away")
 
-    with pytest.raises(ScoringLostError):
+    with pytest.raises(DependencyLostError):
         await ground.play(chat, ["42"], scorer=gone)
 
 

@@ -86,27 +86,13 @@ def test_weights_in_torchs_format_have_a_fingerprint_too(model):
     assert of[0] != of[1]
 
 
-def test_a_file_of_weights_that_was_cut_off_is_named(model):
-    directory = model("cut")
-    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:20])
-    with pytest.raises(ConfigurationError, match=r"model\.safetensors is not a file of safetensors"):
-        Checkpoint("n", str(directory)).fingerprint()
-
-
-def test_a_directory_without_a_model_is_refused_with_what_to_give(tmp_path, model):
+def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    for given, said in [
-        (tmp_path / "empty", r"has no config\.json; give .* policy/v000010 or model; leave out --model"),
-        (tmp_path / "none", "is not a directory"),
-    ]:
-        with pytest.raises(ConfigurationError, match=said):
-            resolve([str(given)], None)
-    for given, said in [(tmp_path / "none", "is not a directory"), (tmp_path / "empty", "has neither")]:
-        with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
+        resolve([str(tmp_path / "empty")], None)
+    for given in (tmp_path / "none", tmp_path / "empty"):
+        with pytest.raises(ConfigurationError, match="has neither"):
             resolve([], given)
-    path = str(model("m"))
-    with pytest.raises(ConfigurationError, match="named twice"):
-        resolve([path, path + "/"], None)
 
 
 def test_evaluations_of_two_runs_models_have_outputs_of_their_own(tmp_path, model, monkeypatch):

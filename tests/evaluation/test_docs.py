@@ -60,5 +60,5 @@ def test_its_commands_run(command: str, router: str, tmp_path: Path, tiny_model:
     for one in results.get("checkpoints", [results]):
         assert one["metrics"]["greedy pass@1"]["prompts"] == 4
         assert one["left_out"] == {}
-    assert ("checkpoints" in results) == (RUN in command) == (tmp_path / "out/curve.png").exists()
+    assert ("checkpoints" in results) == (RUN in command)
     assert (one["agent"] != {}) == ("agent" in command)

@@ -1,4 +1,4 @@
-"""The command itself, with the embedded engine: results, resumption, refusals, a check of an agent."""
+"""The command itself, with the embedded engine: results, resumption, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evaluation import report, servers
+from evaluation import servers
 from evaluation.report import Results
 from local_runner.processes import MARK
 from scripts.evaluate import run_directory
@@ -58,7 +58,7 @@ def test_by_default_the_newest_run_is_evaluated(tmp_path: Path, monkeypatch: pyt
     assert run_directory(None, is_named=False) is None
 
 
-def test_results_are_those_of_the_samples_and_several_make_a_curve(
+def test_results_are_those_of_the_samples(
     here: Here, engine: str, rewards: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     everything = []
@@ -89,9 +89,6 @@ def test_results_are_those_of_the_samples_and_several_make_a_curve(
     assert [(r.name, r.step, r.prompts) for r in everything] == [("v000000", 0, 20), ("v000003", 3, 20)]
     # The same weights give the same greedy answers; the engine computes in float32.
     assert everything[0].metrics["greedy pass@1"] == everything[1].metrics["greedy pass@1"]
-    report.write_curve(tmp_path, everything)
-    assert [point["step"] for point in json.loads((tmp_path / "curve.json").read_text())] == [0, 3]
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -186,8 +183,8 @@ def test_an_endpoint_is_evaluated_as_a_rollout_node_is(
 ) -> None:
     arguments = ("--model", tiny_model, "--limit", "8", "--samples", "2", "--reward-url", rewards)
     expected = Results.model_validate(here(*arguments, "--url", engine, **ARITHMETIC).results)
-    completions = ("--endpoint", f"{engine}/v1", "--api", "completions", "--api-key-env", "THE_KEY")
-    command = here(*arguments, *completions, output=tmp_path / "endpoint", THE_KEY="k", **ARITHMETIC)
+    address = ("--endpoint", f"{engine}/v1", "--api-key-env", "THE_KEY")
+    command = here(*arguments, *address, output=tmp_path / "endpoint", THE_KEY="k", **ARITHMETIC)
     results = Results.model_validate(command.results)
     assert results.metrics["greedy pass@1"] == expected.metrics["greedy pass@1"]
     assert set(results.metrics) == set(expected.metrics)
@@ -201,37 +198,29 @@ REFUSED = [
     (["--dataset", "no/such.jsonl"], "no/such.jsonl"),
     (["--dataset", "nobody/has-this"], "DATASET"),
     (["--dataset", "arithmetic", "--split", "validation"], "'test', 'train' or 'all'"),
-    (["--model", "./no-such-model"], "--model"),
+    (["--model", "./no-such-model", "--dataset", "arithmetic"], "no-such-model"),
     (["--model", "nobody/has-this", "--dataset", "arithmetic"], "MODEL_NAME"),
     (["--samples", "4", "--k", "2,8"], "k 8"),
     (["--k", "two"], "EVAL_K"),
-    (["--workflow", "agent", "--agent", "nothing:here"], "AGENT"),
+    (["--agent", "nothing:here"], "AGENT"),
     (["--env", "AGENT=nothing:here"], "AGENT"),
-    (["--env", "AGENT=nothing:here", "--workflow", "agent"], "AGENT"),
-    (["--workflow", "agent", "--agent", "json:loads"], "async def"),
+    (["--agent", "json:loads"], "async def"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "seeds"], "services.rollout_server"),
     (["--env", "ROLLOUT=environment", "--env", "DATASET=seeds"], "ROLLOUT"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "no/such.jsonl"], "no/such.jsonl"),
-    (["--workflow", "single-turn", "--agent", "json:loads"], "--workflow single-turn"),
     (["--agent", "json:loads", "--agent-command", "true"], "AGENT_COMMAND"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], "--url and --endpoint"),
-    (["--endpoint", "http://127.0.0.1:1/v1", "--workflow", "agent"], "--endpoint"),
-    (["--endpoint", "http://127.0.0.1:1/v1", "."], "--endpoint and a run"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "--agent", "evaluation.multiplying_agent:solve"], "--endpoint"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--api-key-env", "NO_KEY"], "--api-key-env NO_KEY"),
-    (["--api", "chat"], "--api "),
     (["--url", "http://127.0.0.1:1", "--api-key-env", "HOME"], "--api-key-env"),
     (["--url", "http://127.0.0.1:1", "--num-servers", "2"], "--num-servers"),
     (["--scheduler", "skypilot", "--reward-url", "http://127.0.0.1:2"], "reward-server"),
     (["--backend", "vllm", "--scheduler", "slurm"], "--backend vllm"),
     (["--env", "SGLANG_TP_SIZE=4", "--num-servers", "2"], "need 8 GPUs"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], "starts its own servers"),
-    (["--workflow", "agent", "--url", "https://a.example"], "http://host:port"),
-    (["--allocation", "d2t2"], "--num-servers"),
-    (["--discover", "eval-"], "--url"),
-    (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"], "--url is given 2 times"),
-    (["--dry-run"], "srun"),
+    (["--agent", "evaluation.multiplying_agent:solve", "--url", "https://a.example"], "http://host:port"),
     (["--url", "nonsense:port"], "nonsense:port"),
-    (["--stop", "Q:", "--workflow", "agent"], "stop"),
+    (["--stop", "Q:", "--agent-command", "true"], "stop"),
     (["--stop", ""], "EVAL_STOP_0"),
     (["--temperature", "-1"], "TEMPERATURE"),
 ]
@@ -255,26 +244,3 @@ def test_servers_that_do_not_answer_or_lack_the_model_are_named(
     assert (away.code, "http://127.0.0.1:1 did not answer" in away.text) == (33, True), away.text
     other = here("--model", "another", "--endpoint", f"{engine}/v1", **ARITHMETIC)
     assert (other.code, "no model 'another'" in other.text) == (78, True), other.text
-    assert "starting" not in other.text, "the model is checked before servers are started"
-
-
-AGENT = """
-async def solve(example, *, base_url, api_key, http_client):
-    body = {"model": example.model, "messages": [{"role": "user", "content": example.prompt + "\\u2028."}]}
-    reply = await http_client.post(f"{base_url}/chat/completions", json=body)
-    return await example.score(reply.json()["choices"][0]["message"]["content"])
-"""
-
-
-@pytest.mark.slow
-def test_a_check_plays_one_episode_of_the_agent_that_is_set_and_keeps_nothing(
-    here: Here, engine: str, rewards: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "agent_of_mine.py").write_text(AGENT)
-    monkeypatch.syspath_prepend(tmp_path)
-    given = ("--model", tiny_model, "--url", engine, "--reward-url", rewards, "--check")
-    command = here(*given, AGENT="agent_of_mine:solve", **ARITHMETIC)
-    assert command.code == 0, command.text
-    assert "AGENT=agent_of_mine:solve is set and answers" in command.text
-    assert re.search(r"\nuser: \d\+\d=\u2028\.\n\nassistant: .*\n\nturns 1, tokens \d, reward [01]\.0\n", command.text)
-    assert not command.output.exists()

@@ -1,4 +1,4 @@
-"""grpo evaluate-policy: results by seed, episodes that are lost, deaths of servers and command, refusals."""
+"""grpo evaluate-policy: results by seed, a death of the command, refusals."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import psutil
 import pytest
 
-from evaluation.policy import EPISODES, RESULTS, Options, evaluate
+from evaluation.policy import evaluate
+from evaluation.trajectories import RESULTS, Options
 from services.core.errors import ConfigurationError
 from tests.evaluation import trajectory_policies
-from tests.evaluation.deadly_environment import MARKS
 from tests.services.evaluation_head import policies
-from tests.waiting import LIMIT_SECONDS, wait_until
+from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 MINE = "tests.evaluation.trajectory_policies"
-DEADLY = "tests.evaluation.deadly_environment:Deadly-v0"
-ODD = "tests.services.environment_server.odd_environments:Odd/"
-POLICIES = f"left={MINE}:left,lean={MINE}:lean,wrong={MINE}:wrong,fails={MINE}:optimal"
 
 
 def run(save_to: Path, **options: Any) -> dict[str, Any]:
-    given = {"environment": "CartPole-v1", "episodes": 4, "workers": 0, "seed": 7, "policies": POLICIES, **options}
+    given = {"environment": "CartPole-v1", "episodes": 4, "at_once": 1, "seed": 7, "policies": f"left={MINE}:left"}
+    given |= {"shard_episodes": 2, "is_single": True, **options}
     return asyncio.run(evaluate(Options(save_to=save_to, **given), lambda _: None))
 
 
@@ -49,20 +46,14 @@ def return_of(seed: int, policy: str = "left", environment_id: str = "CartPole-v
     return total
 
 
-def test_results_are_those_of_the_environment_and_a_longer_run_continues(tmp_path: Path) -> None:
-    run(tmp_path, episodes=2)
-    with pytest.raises(ConfigurationError, match="policy was 'left' and is 'lean'"):
-        run(tmp_path, policy="lean")
-    kept = (tmp_path / EPISODES).read_bytes()
-    # What a kill in the midst of a line leaves behind is not counted.
-    (tmp_path / EPISODES).write_bytes(kept + b'{"seed": 9, "episode_return": 1e9, "steps"')
+def test_results_are_those_of_the_environment(tmp_path: Path) -> None:
     results = run(tmp_path, episodes=5)
-    assert (tmp_path / EPISODES).read_bytes().startswith(kept)
     returns = [return_of(seed) for seed in range(7, 12)]
     assert returns_of(results) == dict(enumerate(returns, start=7))
     assert results["mean_return"]["value"] == pytest.approx(np.mean(returns))
     assert results["mean_return"]["low"] <= np.mean(returns) <= results["mean_return"]["high"]
     assert (results["steps"], results["policy"], results["policy_versions"]) == (sum(returns), "left", [None])
+    assert [episode["steps"] for episode in results["episodes"]] == returns
     assert json.loads((tmp_path / RESULTS).read_text()) == results
 
 
@@ -73,53 +64,32 @@ def test_a_torch_policy_is_loaded_and_its_version_is_recorded(tmp_path: Path) ->
 
 
 def test_episodes_played_together_are_those_played_one_by_one(tmp_path: Path) -> None:
-    alone, together = (run(tmp_path / str(n), episodes=6, episodes_at_once=n)["episodes"] for n in (1, 3))
+    alone, together = (run(tmp_path / str(n), episodes=6, at_once=n)["episodes"] for n in (1, 3))
     assert len({episode["steps"] for episode in alone}) > 1, "they end at different steps"
-    for episode in (*alone, *together):
-        del episode["seconds"]
     assert alone == together
 
 
-@pytest.mark.slow
-def test_servers_that_an_environment_kills_or_hangs_are_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(MARKS, str(tmp_path))
-    monkeypatch.setenv("ENVIRONMENT_STEP_SECONDS", "4")
-    given = {"environment": DEADLY, "policy": "lean", "workers": 2, "episodes_at_once": 2}
-    results = run(tmp_path / "out", episodes=6, seed=0, **given)
-    assert returns_of(results) == {seed: return_of(seed, "lean", DEADLY) for seed in (0, 1, 3, 4, 5)}
-    assert list(results["left_out"]) == ["2"]
-    workers = results["workers"]
-    assert [worker["name"] for worker in workers] == ["worker-0", "worker-1"]
-    assert sum(worker["episodes"] for worker in workers) == 5
-    # The seed that kills always has three tries, the other one that fails; the one that hangs kills no server.
-    deaths = [death for worker in workers for death in worker["deaths"]]
-    assert 3 <= len(deaths) <= 4
-    assert set(deaths) == {"was ended by SIGKILL"}
-
-
 def command(save_to: Path) -> list[str]:
-    given = ["--save-to", str(save_to), "--episodes", "8", "--workers", "2", "--policies", f"lean={MINE}:slow_lean"]
-    return [sys.executable, "-m", "scripts.grpo", "evaluate-policy", *given]
+    given = ["--save-to", str(save_to), "--episodes", "8", "--policies", f"lean={MINE}:slow_lean"]
+    return [sys.executable, "-m", "scripts.grpo", "evaluate-policy", *given, "--shard-episodes", "2"]
 
 
-def start(save_to: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """Start the command; return it with its children once some episodes are played."""
+def start(save_to: Path) -> subprocess.Popen[str]:
+    """Start the command; return it once it has written a file more than there were."""
+    before = len(list(save_to.glob("*.parquet")))
     process = subprocess.Popen(command(save_to), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    lines = save_to / EPISODES
     wait_until(
-        lambda: (lines.exists() and lines.read_bytes().count(b"\n") >= 2) or process.poll() is not None,
-        "two episodes",
-        progress=lambda: lines.exists() and lines.stat().st_size,
+        lambda: len(list(save_to.glob("*.parquet"))) > before or process.poll() is not None,
+        "another file",
+        progress=lambda: bytes_in(save_to),
     )
     assert process.poll() is None, process.communicate()
-    return process, psutil.Process(process.pid).children(recursive=True)
+    return process
 
 
 @pytest.mark.slow
-def test_a_signal_ends_all_and_the_same_command_continues(tmp_path: Path) -> None:
-    process, children = start(tmp_path / "out")
+def test_a_signal_ends_the_command_and_the_same_command_continues(tmp_path: Path) -> None:
+    process = start(tmp_path / "out")
     try:
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT_SECONDS)
@@ -127,15 +97,14 @@ def test_a_signal_ends_all_and_the_same_command_continues(tmp_path: Path) -> Non
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; the same command continues from" in said
-    assert not any(child.is_running() for child in children)
     assert not (tmp_path / "out" / RESULTS).exists()
-    process, children = start(tmp_path / "out")
+    first = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    process = start(tmp_path / "out")
     process.kill()
     process.communicate()
-    wait_until(lambda: not any(child.is_running() for child in children), "the end of all processes")
     done = subprocess.run(command(tmp_path / "out"), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
-    assert "episodes already, of 8 wanted" in done.stderr
+    assert first.items() <= {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}.items()
     results = json.loads((tmp_path / "out" / RESULTS).read_text())
     assert returns_of(results) == {seed: return_of(seed, "lean") for seed in range(8)}
 
@@ -143,12 +112,8 @@ def test_a_signal_ends_all_and_the_same_command_continues(tmp_path: Path) -> Non
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     policies.publish_times(tmp_path / "times", 1)
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"policy": "other"}, "--policy is 'other'; --policies has left, lean, wrong, fails"),
-        ({"policy": "wrong"}, "no episode ended: the action is 99"),
-        ({"policy": "fails"}, "no episode ended: .*raised"),
+        ({"policies": f"left={MINE}:left,lean={MINE}:lean"}, "--policies left, lean"),
         ({"policies": f"times={tmp_path / 'times'}"}, r"policy 'times' takes .* shape \[2\]"),
-        ({"policies": "missing=no-such-directory"}, "no policy at no-such-directory"),
-        ({"environment": "NoSuchGame-v0"}, "NoSuchGame"),
         ({"environment": "nim"}, "nim has 2 seats"),
         ({"policies": "far=head+http://127.0.0.1:8080"}, "HEAD_POLICIES"),
     ]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from evaluation.metrics import (
     accuracy,
-    bootstrap,
     lengths,
     majority_at_k,
     normalised,
@@ -80,39 +79,6 @@ def test_spellings_of_one_answer_vote_together_and_different_answers_do_not():
         assert normalised(one) == normalised(other)
     for one, other in [("7", "-7"), ("7", "70"), ("x", "y"), ("0.5", "0.25")]:
         assert normalised(one) != normalised(other)
-
-
-def binomial_quantile(n, p, q):
-    """Return the smallest count whose cumulative probability reaches q."""
-    total = 0.0
-    for count in range(n + 1):
-        total += math.comb(n, count) * p**count * (1 - p) ** (n - count)
-        if total >= q:
-            return count
-    return n
-
-
-@pytest.mark.parametrize(("n", "right"), [(20, 5), (200, 150), (100, 1)])
-def test_the_interval_of_a_share_is_that_of_its_binomial_distribution(n, right):
-    # Resampling n zeros and ones draws from Binomial(n, right / n), exactly.
-    estimate = bootstrap([1.0] * right + [0.0] * (n - right), resamples=20_000)
-    assert estimate.value == pytest.approx(right / n)
-    assert estimate.low == pytest.approx(binomial_quantile(n, right / n, 0.025) / n, abs=1.01 / n)
-    assert estimate.high == pytest.approx(binomial_quantile(n, right / n, 0.975) / n, abs=1.01 / n)
-
-
-@settings(max_examples=40)
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(0, 5))
-def test_an_interval_is_about_its_mean_and_the_same_each_time(scores, seed):
-    estimate = bootstrap(scores, seed, 100)
-    assert estimate.value == pytest.approx(math.fsum(scores) / len(scores), abs=1e-9)
-    assert min(scores) - 1e-9 <= estimate.low <= estimate.high <= max(scores) + 1e-9
-    assert bootstrap(scores, seed, 100) == estimate
-
-
-def test_a_mean_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        bootstrap([])
 
 
 RIGHT, WRONG = answered("7"), answered("8")

@@ -92,7 +92,7 @@ def test_a_directory_that_is_in_use_or_holds_something_else_is_refused(tmp_path)
     (tmp_path / "other" / SAMPLES).write_text('{"step": 1}\n')
     (tmp_path / "file").write_text("")
     with open_store(tmp_path, WHO):
-        for name, said in (".", "another process writes"), ("other", "line 1, is not a record"), ("file", "--output"):
+        for name, said in (".", "another process writes"), ("other", "line 1, is not a sample"), ("file", "--output"):
             with pytest.raises(ConfigurationError, match=said), open_store(tmp_path / name, WHO):
                 pass
     assert (tmp_path / "other" / SAMPLES).read_text() == '{"step": 1}\n'

@@ -15,15 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evaluation import episodes
 from evaluation.trajectories import METHOD, Options, bradley_terry, generate, lineups_of
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.environment_server.app import create_app
-from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.policies import PolicyFailedError
 from tests.pages import grpo_command
 from tests.services.evaluation_head import policies
-from tests.services.run_page.serving import served_ready
 
 ROOT = Path(__file__).parents[2]
 MINE = "tests.evaluation.trajectory_policies"
@@ -31,7 +27,7 @@ ODD = "tests.services.environment_server.odd_environments:Odd/"
 
 
 def run(save_to: Path, policies: str, environment: str | None = "CartPole-v1", **options: Any) -> dict[str, Any]:
-    given = {"server": None, "episodes": 5, "seed": 7, "shard_episodes": 2, "at_once": 2, **options}
+    given = {"episodes": 5, "seed": 7, "shard_episodes": 2, "at_once": 2, **options}
     return asyncio.run(generate(Options(environment, policies=policies, save_to=save_to, **given), lambda _: None))
 
 
@@ -154,22 +150,7 @@ def test_ratings_of_three_players_are_the_maximum_of_the_likelihood() -> None:
     assert errors == pytest.approx([400 / math.log(10) * math.sqrt(4 / 400) / 2] * 2)
 
 
-@pytest.mark.parametrize("environment", ["CartPole-v1", "nim"])
-def test_a_server_plays_the_same_episodes(tmp_path: Path, environment: str) -> None:
-    names = ("left",) if environment == "CartPole-v1" else ("optimal", "greedy")
-    given = ",".join(f"{name}={MINE}:{name}" for name in names)
-    run(tmp_path / "here", given, environment)
-    with served_ready(create_app(EnvironmentSettings(environment=environment))) as url:
-        run(tmp_path / "there", given, None, server=url)
-        with pytest.raises(ConfigurationError, match=f"has '{environment}', --environment is 'Other-v0'"):
-            run(tmp_path / "other", given, "Other-v0", server=url)
-    assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
-
-
-def test_mistakes_are_reported_in_terms_of_the_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wobbles: Path
-) -> None:
-    monkeypatch.setattr(episodes, "CONTACT_SECONDS", 0.5)
+def test_mistakes_are_reported_in_terms_of_the_options(tmp_path: Path, wobbles: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for policies_, options, says in [
@@ -178,7 +159,6 @@ def test_mistakes_are_reported_in_terms_of_the_options(
         ("doors=nowhere:left", {}, "^policy 'doors' is 'nowhere:left'"),
         (f"a={wobbles}", {"environment": "Acrobot-v1"}, "policy 'a' takes numbers of shape"),
         (f"a={MINE}:left", {"environment": "nothing"}, "^--environment is 'nothing'"),
-        (f"a={MINE}:left", {"server": "http://127.0.0.1:9"}, "http://127.0.0.1:9: .*--server"),
         (f"a={MINE}:wrong", {}, "no episode .* comes to its end: the action is 99"),
     ]:
         with pytest.raises((ConfigurationError, DependencyLostError), match=says):

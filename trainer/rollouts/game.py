@@ -99,7 +99,7 @@ class Game:
             opponent.cancel()
         await asyncio.gather(*self._opponents, return_exceptions=True)
         if self._episode is not None:
-            await self._environments.end([self._episode])
+            await self._environments.end(self._episode)
 
     def seat_opponent(self, seat: int, ask: Ask) -> None:
         """Let another model than the one in training play a seat."""
@@ -155,7 +155,7 @@ class Game:
         async with self._beginning:
             if self._episode is None:
                 prompt = self._prompt
-                [self._episode] = await self._environments.begin([_seed_of(prompt)], _split_of(prompt), prompt.source)
+                self._episode = await self._environments.begin(_seed_of(prompt), _split_of(prompt), prompt.source)
                 _check(self._episode.environment)
             return self._episode
 
@@ -174,7 +174,7 @@ class Game:
         return False
 
     async def _act(self, seat: int, episode: ServedEpisode, text: str) -> None:
-        [result] = await self._environments.step([(episode, text)])
+        result = await self._environments.step(episode, text)
         if result.status is StepStatus.LOST:
             raise AgentFailedError(str(result.detail), "environment" if result.environment_failed else "lost")
         if result.status is StepStatus.REFUSED:
@@ -348,9 +348,9 @@ class Games(Episodes):
         """
         async with self._counting:
             if self._seats is None:
-                episodes = await self._environments.begin([0], source=prompt.source)
-                await self._environments.end(episodes)
-                self._seats = episodes[0].environment.seats
+                episode = await self._environments.begin(0, source=prompt.source)
+                await self._environments.end(episode)
+                self._seats = episode.environment.seats
         return self._seats
 
 

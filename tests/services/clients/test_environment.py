@@ -43,12 +43,12 @@ def servers() -> Iterator[list[Endpoint]]:
 
 async def test_equal_seeds_begin_equal_episodes_on_all_servers_in_turn(servers: list[Endpoint]) -> None:
     async with EnvironmentClient(servers) as client:
-        episodes = [(await client.begin([3]))[0] for _ in range(4)]
+        episodes = [await client.begin(3) for _ in range(4)]
         assert [client.active_on(server) for server in await client.servers()] == [2, 2]
         answers = [(await step(client, episode, "50")).state for episode in episodes]
         assert all(answer == answers[0] for answer in answers)
         for episode in episodes:
-            await client.end([episode])
+            await client.end(episode)
         assert [client.active_on(server) for server in await client.servers()] == [0, 0]
 
 
@@ -62,7 +62,7 @@ async def test_a_server_that_does_not_answer_is_passed_over(
             assert (await step(client, episode, "1")).status is StepStatus.RUNNING
     async with EnvironmentClient([NOBODY], deadline=0.5) as client:
         with pytest.raises(DependencyLostError, match="no environment-server began an episode"):
-            await client.begin([1])
+            await client.begin(1)
         with pytest.raises(DependencyLostError, match="no environment-server is healthy"):
             await client.wait_healthy(0.1)
 
@@ -88,7 +88,7 @@ async def test_a_split_is_that_of_the_environments_tasks(monkeypatch: pytest.Mon
                     async with begun(client, seed, split) as episode:
                         found.add(episode.state[-1]["content"])
             with pytest.raises(RequestRefusedError, match="there are test, train"):
-                await client.begin([1], "validation")
+                await client.begin(1, "validation")
     assert not questions["train"] & questions["test"]
     assert questions[None] == questions["test"], "without a split, an episode is that of a held-out question"
 
@@ -133,7 +133,7 @@ def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.usefixtures("resolvable")
 async def test_servers_whose_names_do_not_resolve_are_named() -> None:
     async with EnvironmentClient(deadline=0) as client:
-        for asked in (client.wait_healthy(0), client.settings(), client.begin([1])):
+        for asked in (client.wait_healthy(0), client.settings(), client.begin(1)):
             with pytest.raises(DependencyLostError, match=r"no server's name resolves, environment-server-0\.grpo"):
                 await asked
 

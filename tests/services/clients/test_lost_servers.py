@@ -173,5 +173,5 @@ async def test_a_server_with_another_version_is_refused_with_both_versions(start
                 assert "6 guesses" in episode.state[0]["content"]  # type: ignore[index,call-overload]
         await asyncio.to_thread(servers[0].kill)
         with pytest.raises(DependencyLostError) as refused:
-            await client.begin([4])
+            await client.begin(4)
     assert "version '1, 3 guesses up to 100' instead of '1, 6 guesses up to 100'" in str(refused.value)

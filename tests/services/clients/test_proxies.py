@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import FastAPI
 
-from evaluation.openai_engine import Api, OpenAIEngine
+from evaluation.openai_engine import OpenAIEngine
 from services.clients.agent_episodes import RetryingTransport
 from services.clients.teacher import TeacherClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, NO_PROXY_VARIABLES, PORTS, PROXY_VARIABLES, Task
@@ -78,7 +78,7 @@ async def opponent(url: str) -> None:
 
 
 async def evaluated(url: str) -> None:
-    async with OpenAIEngine(f"{url}/v1", "m", Api.CHAT, None, places=1, seconds=SECONDS) as client:
+    async with OpenAIEngine(f"{url}/v1", "m", None, is_chat=True, places=1, seconds=SECONDS) as client:
         await client.send_once("GET", "/models", seconds=SECONDS)
 
 

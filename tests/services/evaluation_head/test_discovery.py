@@ -179,12 +179,10 @@ async def test_each_episode_on_a_replica_is_announced_to_the_load_balancer_of_it
     assert (paths, stats["episodes"]["lost"]) == (["health"] * 12, 0)
 
 
-def test_addresses_and_prefixes_are_checked(head: Any) -> None:
+def test_addresses_are_checked(head: Any) -> None:
     for text in ("not an address at all://", "http://", "a:b:c"):
         with pytest.raises(ValueError, match="game_server_addresses"):
             head(game_server_addresses=text)
-    with pytest.raises(ValueError, match="game_server_prefix"):
-        head(game_server_prefix=" , ")
 
 
 def test_the_real_sdk_has_the_functions_and_fields_in_use() -> None:

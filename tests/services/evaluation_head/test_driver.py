@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -16,19 +15,12 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from services.clients import environment
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head.driver import Driver
-from services.evaluation_head.policies import FunctionPolicy
-from services.evaluation_head.registry import Registry
-from services.evaluation_head.settings import HeadSettings
-from services.protocol.evaluation import DiscoveredServer
 from tests.ports import free_port
-from tests.services.clients.test_lost_servers import TURNS, guess, undisturbed
 from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
-from tests.waiting import IDLE_SECONDS, eventually, stats_show
+from tests.waiting import IDLE_SECONDS, stats_show
 
 
 @pytest.fixture
@@ -107,14 +99,7 @@ async def ended_within(app: FastAPI) -> AsyncIterator[tuple[str, Callable[[], Aw
         yield stack.enter_context(served(app)), partial(asyncio.to_thread, stack.close)
 
 
-def guessing() -> FastAPI:
-    return create_environment_app(EnvironmentSettings(environment="guessing", environment_max_steps=TURNS))
-
-
-async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(
-    serving: Any, head: Any, lean: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
+async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(serving: Any, head: Any, lean: Path) -> None:
     async with ended_within(create_environment_app(EnvironmentSettings())) as (url, end):
         options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.2}
         async with serving(head(game_server_addresses=url, **options)) as client:
@@ -127,33 +112,6 @@ async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(
                 before = lost["episodes"]["finished"]
                 await stats_show(client, lambda stats: stats["episodes"]["finished"] > before)
                 assert (await stats_of(url))["episodes"]["begun"] >= 8
-
-
-async def test_the_episodes_of_a_server_that_discovery_drops_continue_elsewhere() -> None:
-    settings = HeadSettings(head_drive_episodes=8, head_drive_total=8)
-    registry = Registry()
-    async with (
-        ended_within(guessing()) as (first, end),
-        ended_within(guessing()) as (second, _),
-        FunctionPolicy("guess", f"{__name__}:guess_slowly") as policy,
-    ):
-        found = [DiscoveredServer(name=url, source="cluster", status="UP", url=url) for url in (first, second)]
-        driver = Driver(settings, {"guess": policy}, registry)
-        driver.update(found)
-        await eventually(lambda: all(server.states for server in registry.servers.values()))
-        await end()
-        driver.update(found[1:])
-        await eventually(lambda: registry.returns.count == 16, progress=lambda: str(registry.returns))
-        await driver.close()
-    assert (registry.lost, registry.active) == (0, 0)
-    returns = [(await undisturbed(seed))[0] for seed in range(8)]
-    assert registry.returns.mean == pytest.approx(np.mean(returns))
-
-
-def guess_slowly(states: list[Any]) -> list[str]:
-    """Bisect, and leave time to end a server between two steps."""
-    time.sleep(0.3)
-    return [guess(state) for state in states]
 
 
 @pytest.mark.parametrize(
