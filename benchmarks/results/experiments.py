@@ -144,6 +144,16 @@ SHORTER = {
 }
 """Steps of the tiny task that take the processor time of its 40 without replay."""
 
+BATCHES: dict[str, Settings] = {
+    f"{prompts} x {group}": {
+        "BATCH_SIZE": f"{prompts}",
+        "GROUP_SIZE": f"{group}",
+        "MAX_STEPS": f"{2560 // (prompts * group)}",
+    }
+    for prompts, group in ((8, 8), (4, 8), (32, 8), (8, 16))
+}
+"""Prompts x completions of a step, and the steps that have as many completions as the tiny task's 40."""
+
 TYPES = {
     "float32": Way({"PUBLISH_TYPE": "float32", "ENGINE_DTYPE": "float32"}, begins_in="bfloat16"),
     "bfloat16": Way(BFLOAT16, begins_in="bfloat16"),
@@ -300,6 +310,7 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("tiny, learning rate 2e-3", at("2e-3"), range(5), REPLAY | SHORTER),
         *runs("demo", DEMO, range(3), REPLAY),
     ],
+    "batch": [run for rate in RISING[:2] for run in runs(f"learning rate {rate}", at(rate), range(5), BATCHES)],
     "rounding": [
         *runs("clipped", TINY, range(5), ENGINES),
         *runs("GSPO", {**TINY, "LOSS": "gspo"}, range(5), ENGINES),

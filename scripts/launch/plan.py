@@ -30,6 +30,8 @@ TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """The name of an image with its tag; the colon of a registry's port is before a slash."""
 OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
 """Settings of engines without CUDA or without GPUs of their own."""
+OTHER_TERMS = {"KL_COEF", "ENTROPY_COEF", "CRITIC", "TEACHER_MODEL", "TEACHER_URL", "METHOD", "SOURCES"}
+"""Settings with which groups of equal rewards may teach something, too."""
 
 Changes = dict[tuple[str, str], str]
 """Values to write into a job group, by task and key."""
@@ -182,8 +184,12 @@ def _ways(options: Mapping[str, str]) -> set[str]:
 
 
 def _preset(options: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return the settings of PRESET that no option replaces; NCCL needs engines with CUDA and GPUs of their own."""
+    """Return the settings of PRESET that no option replaces.
+
+    NCCL needs engines with CUDA and GPUs of their own, and groups are dropped only where nothing is learned from them.
+    """
     unfit = {"PUBLISH_TRANSPORT"} if OTHER_ENGINES.intersection(options) or file == COLOCATED else set()
+    unfit |= {"DROP_EQUAL_GROUPS"} if OTHER_TERMS.intersection(options) else set()
     return {name: value for name, value in spec.env_file(PRESET).items() if name not in {*options, *unfit}}
 
 

@@ -2,7 +2,8 @@
 
 The client sends one request a prompt with ``n``, so that the worker computes the prompt once; with deterministic
 engines, one request a completion. It asks again for completions that are missing, and continues those that were aborted
-from the tokens that have come. It generates long completions in pieces, so that a worker that dies loses one piece, and
+from the tokens that have come. It generates long completions in pieces, so that a worker that dies loses one piece.
+Each completion continues as soon as its piece has come, while its tokens are still in the worker's cache. The client
 decodes a completion of several pieces itself, because an engine sees no whole character where its bytes are cut. It
 refuses token ids outside the vocabulary, because they would crash a worker.
 """
@@ -13,8 +14,8 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -69,7 +70,7 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 ADAPTER_POLL_SECONDS = 0.5
 """Pause before a request is sent again to a worker that lacks the trained adapter."""
 MAX_ROUNDS = 4
-"""Rounds of requests in a row that bring no token of a prompt's completions; a group may stay short after the last."""
+"""Requests in a row that bring no token of a completion; the group stays short by it after the last."""
 PIECE_TOKENS = 2048
 """Most tokens of one request, less than a minute's work for most GPUs. The worker has the tokens before in its prefix
 cache, so that a further request costs it next to nothing."""
@@ -102,13 +103,37 @@ class SamplingParams:
 class _Begun:
     """A completion on its way."""
 
-    key: str
-    """The routing key of its requests: the worker that has its tokens in its cache."""
     so_far: TokenSequence = EMPTY
+    key: str = field(default_factory=functools.partial(secrets.token_hex, 8))
+    """The routing key of its requests: the worker that has its tokens in its cache."""
 
     @property
     def tokens(self) -> int:
         return self.so_far.tokens
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """The seeds ``first``, ``first + step``, ``first + 2 * step`` ... of a request and of those that follow from it."""
+
+    first: int
+    step: int
+
+    def of_next(self, place: int, count: int) -> _Seeds:
+        """Return the seeds of one of ``count`` requests that continue this one, which share those that are left."""
+        return _Seeds(self.first + self.step * (1 + place), self.step * count)
+
+
+@dataclass
+class _Call:
+    """One call of ``generate``."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    end: float
+    """The time, by time.monotonic(), after which it sends no request."""
+    lost: DependencyLostError | None = None
+    """The newest error of a request that no worker answered."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +142,6 @@ class _Reply:
 
     done: list[TokenSequence]
     begun: list[_Begun]
-    error: DependencyLostError | None = None
 
 
 class RolloutClient(HttpClient):
@@ -171,14 +195,16 @@ class RolloutClient(HttpClient):
     ) -> list[TokenSequence]:
         """Return ``n`` completions of a prompt, or as many as could be generated.
 
-        Lost completions are asked for again and aborted ones continued, until MAX_ROUNDS rounds in a row bring no token
-        or the deadline has passed. Each token keeps the log-probability and version with which it was sampled.
+        Lost completions are asked for again and aborted ones continued, each by itself, until MAX_ROUNDS requests in a
+        row bring it no token or the deadline has passed. Each token keeps the log-probability and version with which it
+        was sampled.
 
         Args:
             prompt_ids: token ids of the whole prompt.
             params: how to sample.
             n: number of completions.
-            seed: of the call's first request; the i-th further request has seed + i. None: the worker's own.
+            seed: of the call's first request; each further request has a larger one, which depends on the requests
+                before it for the same completion and not on how long others take. None: the worker's own.
 
         Returns:
             At most ``n`` completions, none of them aborted. Missing ones are counted in ``rollout_missing_total``.
@@ -189,32 +215,50 @@ class RolloutClient(HttpClient):
             DependencyLostError: no completion could be generated within deadline and tries.
         """
         self._check_prompt(prompt_ids)
-        done: list[TokenSequence] = []
-        begun: list[_Begun] = []
-        lost: DependencyLostError | None = None
-        sent = rounds = 0
+        sizes = [1] * n if self.seed_each_completion else [n]
         async with self._places:
             # The deadline starts here, so that waiting for a place uses up none of it.
-            end = time.monotonic() + self.deadline
-            while len(done) < n and rounds < MAX_ROUNDS and (left := end - time.monotonic()) > 0:
-                requests = [
-                    self._send(prompt_ids, params, each, size, None if seed is None else seed + sent + i, left)
-                    for i, (each, size) in enumerate(self._next_requests(begun, n - len(done)))
-                ]
-                sent += len(requests)
-                replies = await asyncio.gather(*requests)
-                before = sum(each.tokens for each in begun)
-                begun = [each for reply in replies for each in reply.begun]
-                done += [completion for reply in replies for completion in reply.done]
-                is_idle = not any(reply.done for reply in replies) and sum(each.tokens for each in begun) <= before
-                rounds = rounds + 1 if is_idle else 0
-                lost = next((reply.error for reply in replies if reply.error is not None), lost)
+            call = _Call(prompt_ids, params, end=time.monotonic() + self.deadline)
+            try:
+                done = await _all(
+                    self._finish(call, _Begun(), size, None if seed is None else _Seeds(seed + i, len(sizes)))
+                    for i, size in enumerate(sizes)
+                )
+            finally:
+                call.end = 0.0  # where one request is refused, the other completions end with those under way
         MISSING.inc(max(n - len(done), 0))
         if not done:
-            raise lost or DependencyLostError(
+            raise call.lost or DependencyLostError(
                 f"{self.url} aborted all completions of a prompt; see the logs of {Task.ROLLOUT_SERVER.value}"
             )
         return done[:n]
+
+    async def _finish(
+        self, call: _Call, begun: _Begun, n: int, seeds: _Seeds | None, idle: int = 0
+    ) -> list[TokenSequence]:
+        """Return ``n`` completions that begin with ``begun``, or as many as could be generated.
+
+        Unfinished ones continue as soon as this request's reply is there, each in requests of its own.
+
+        Args:
+            call: the call that asks for them.
+            begun: their beginning.
+            n: number of completions.
+            seeds: of this request and of those that continue it.
+            idle: requests in a row, before this one, that brought no token.
+        """
+        if idle == MAX_ROUNDS or time.monotonic() >= call.end:
+            return []
+        reply = await self._send(call, begun, n, seeds)
+        has_new = reply.done or any(each.tokens > begun.tokens for each in reply.begun)
+        missing = n - len(reply.done) - len(reply.begun)
+        sizes = [1] * missing if self.seed_each_completion else [missing] * (missing > 0)
+        # Under a new key, so that another worker begins or continues what is missing.
+        rest = [*((_Begun(begun.so_far), size) for size in sizes), *((each, 1) for each in reply.begun)]
+        return reply.done + await _all(
+            self._finish(call, each, size, seeds and seeds.of_next(i, len(rest)), 0 if has_new else idle + 1)
+            for i, (each, size) in enumerate(rest)
+        )
 
     async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[TokenSequence]:
         """Return the completions of ``generate`` that have a token.
@@ -227,12 +271,6 @@ class RolloutClient(HttpClient):
         if not (completed := [one for one in completions if one.tokens]):
             raise DependencyLostError("every completion came back aborted or empty")
         return completed
-
-    def _next_requests(self, begun: Sequence[_Begun], missing: int) -> list[tuple[_Begun, int]]:
-        """Return the next requests, as beginnings and numbers of completions, for ``missing`` completions."""
-        fresh = missing - len(begun)
-        sizes = [1] * fresh if self.seed_each_completion else [fresh] * (fresh > 0)
-        return [*((_Begun(secrets.token_hex(8)), size) for size in sizes), *((each, 1) for each in begun)]
 
     async def use_adapter_if_served(self) -> None:
         """Generate with the trained LoRA adapter from now on if the workers serve one."""
@@ -250,34 +288,26 @@ class RolloutClient(HttpClient):
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
 
-    async def _send(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        begun: _Begun,
-        n: int,
-        seed: int | None,
-        deadline: float,
-    ) -> _Reply:
+    async def _send(self, call: _Call, begun: _Begun, n: int, seeds: _Seeds | None) -> _Reply:
         """Send one request for the next piece of ``n`` completions that begin with ``begun``."""
+        params = call.params
         left = params.max_new_tokens - begun.tokens
         # A stop text could begin in one piece and end in the next.
         piece = left if params.stop else min(left, PIECE_TOKENS)
         sampling = {**asdict(params), "max_new_tokens": piece, "n": n}
-        if seed is not None:
-            sampling["sampling_seed"] = seed % 2**31
-        input_ids = [*prompt_ids, *begun.so_far.completion_ids.tolist()]
+        if seeds is not None:
+            sampling["sampling_seed"] = seeds.first % 2**31
+        input_ids = [*call.prompt_ids, *begun.so_far.completion_ids.tolist()]
         body = ROUTED.generate_body(input_ids, sampling, lora_path=self.lora_path)
         REQUESTS.inc()
         try:
             with IN_FLIGHT.track_inprogress():
-                reply = await self._ask(body, {ROUTING_KEY: begun.key}, deadline)
+                reply = await self._ask(body, {ROUTING_KEY: begun.key}, call.end - time.monotonic())
             completions = ROUTED.read_completions(str(reply.url), reply.content)
         except DependencyLostError as error:
             LOST.inc()
-            # Under a new key, so that another worker continues it.
-            again = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
-            return _Reply([], again, error)
+            call.lost = error
+            return _Reply([], [])
         TOKENS.inc(sum(completion.tokens for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
         sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
@@ -308,6 +338,11 @@ class RolloutClient(HttpClient):
                 await asyncio.sleep(ADAPTER_POLL_SECONDS)
 
 
+async def _all(parts: Iterable[Coroutine[Any, Any, list[TokenSequence]]]) -> list[TokenSequence]:
+    """Return the completions of all parts, which run at the same time, in the parts' order."""
+    return [completion for part in await asyncio.gather(*parts) for completion in part]
+
+
 def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _Reply:
     """Return the completions that begin with ``begun`` and continue with the ``received`` tokens; count them.
 
@@ -331,5 +366,5 @@ def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int,
             COMPLETIONS.labels(FinishReason.ABORT.value).inc()
             RESUBMITTED.labels("aborted").inc()
         if whole.tokens:
-            unfinished.append(_Begun(begun.key, whole))
+            unfinished.append(_Begun(whole, begun.key))
     return _Reply(done, unfinished)

@@ -38,6 +38,11 @@ INFINIBAND = Path("/dev/infiniband")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 # GKE mounts the driver's programs here and does not add the directory to PATH.
 _PROGRAMS = os.pathsep.join(["/usr/local/nvidia/bin", "/usr/bin"])
+_NCCL_SCRIPT = """
+from importlib.metadata import distributions
+packages = "nvidia-nccl-cu13", "nvidia-nccl-cu12"
+print(*[each.version for name in packages for each in distributions(name=name)][:1])
+"""
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -119,6 +124,18 @@ def use_mounted_driver() -> None:
         return
     environment = os.environ | {LIBRARIES_VARIABLE: os.pathsep.join([*paths, str(DRIVER_LIBRARIES)])}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+@cache
+def installed_nccl(python: str | None = None) -> str | None:
+    """Return the version of NCCL that pip installed for an interpreter, by default this one; None if it did not.
+
+    NCCL joins processes only if these three numbers are equal in all of them. torch.cuda.nccl.version() would be the
+    version that torch was compiled with.
+    """
+    line = [python or sys.executable, "-c", _NCCL_SCRIPT]
+    found = subprocess.run(line, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+    return ".".join(found.stdout.strip().split(".")[:3]) or None
 
 
 def network_caution() -> str | None:

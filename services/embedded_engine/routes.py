@@ -26,7 +26,6 @@ from services.embedded_engine.scheduler import Request, Sequence
 from services.http.app import version
 from services.http.json_body import JsonRoute
 from services.http.problems import ProblemError
-from services.weights.broadcast_group import installed_nccl
 
 log = get_logger(__name__)
 
@@ -137,7 +136,6 @@ async def server_info(http: HttpRequest) -> Any:
         "dp_size": 1,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "nccl_version": installed_nccl() if model.device.type == "cuda" else None,
         "context_length": model.context_length,
         "max_total_num_tokens": cache.max_tokens,
         "max_running_requests": cache.max_rows,

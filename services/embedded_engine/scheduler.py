@@ -39,6 +39,10 @@ SHARED_TOKENS = 32
 """A prompt waits a step for another one's prefill if that saves it at least this many tokens, as in SGLang."""
 
 
+LONG_TOKENS = 2048
+"""A group's completions of at least so many tokens are the first pieces of longer ones, which clients continue."""
+
+
 @dataclass(frozen=True)
 class Stopping:
     """The conditions that end a sequence."""
@@ -264,8 +268,9 @@ class Scheduler:
 
     def _keep_ended(self, sequence: Sequence, row: int) -> None:
         request = sequence.request
-        # Nobody continues all completions of a group, and keys and values of replaced weights are of no use.
-        if len(request.sequences) == 1 and sequence.generation == self._prefixes.generation:
+        # Nobody continues a short completion of a group, and keys and values of replaced weights are of no use.
+        is_continued = len(request.sequences) == 1 or len(sequence.output_ids) >= LONG_TOKENS
+        if is_continued and sequence.generation == self._prefixes.generation:
             # The newest token is not in the cache yet.
             self._keep(request.use_adapter, request.prompt_ids + sequence.output_ids[:-1], row)
 

@@ -89,6 +89,8 @@ class Engine(HttpClient):
         self.gpus: tuple[str, ...] = ()
         """The GPU of each tensor-parallel rank, as CUDA_VISIBLE_DEVICES names it. Its launcher knows them; empty where
         there are none, or several for a rank."""
+        self.nccl: str | None = None
+        """The version of NCCL with which it joins broadcast groups, as far as its launcher knows it."""
 
     # The launcher's part: how many engines a node has, and how one is started and watched.
 
@@ -100,6 +102,11 @@ class Engine(HttpClient):
             ConfigurationError: a package is not installed.
         """
         check_sglang_installed(settings.sglang_python)
+
+    @classmethod
+    def python(cls, settings: RolloutSettings) -> str | None:
+        """Return the interpreter of the engine's process; None is the launcher's own."""
+        return settings.sglang_python
 
     @classmethod
     def check_sizes(cls, settings: RolloutSettings, n_gpus: int, config: Config | None) -> int:
@@ -348,10 +355,6 @@ class Engine(HttpClient):
         """Return the number of ranks that the engine is spread over; each joins a broadcast group by itself."""
         return int((await self._ask("GET", "/server_info")).get("tp_size", 1))
 
-    async def nccl_version(self) -> str | None:
-        """Return the engine's version of NCCL; None where the engine does not report it, as SGLang."""
-        return (await self._ask("GET", "/server_info")).get("nccl_version")
-
     async def join_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
@@ -491,6 +494,10 @@ class Embedded(Engine):
         """See Engine."""
         check_installed("torch", "rollout")
         check_installed("transformers", "rollout")
+
+    @classmethod
+    def python(cls, settings: RolloutSettings) -> None:
+        """See Engine."""
 
     @classmethod
     def check_sizes(cls, settings: RolloutSettings, n_gpus: int, config: Config | None) -> int:

@@ -31,6 +31,9 @@ ENGINE_LABEL = "engine"
 GPUS_LABEL = "gpus"
 """The label with the names of a worker's GPUs in CUDA_VISIBLE_DEVICES, by tensor-parallel rank."""
 
+NCCL_LABEL = "nccl"
+"""The label with a worker's version of NCCL, if it has GPUs."""
+
 ROUTER_FLAGS = (
     # Requests of one X-SMG-Routing-Key go to one worker, which has the session in its cache; those of a new key to the
     # worker with the fewest requests. Requests without a key go to any.
@@ -126,8 +129,9 @@ class RouterAdmin(HttpClient):
         """Register an engine; the router asks it for its model and then routes to it."""
         # The router's own requests to a worker carry the token only when it is given here.
         key = {"api_key": self._token} if self._token else {}
-        labels = {ENGINE_LABEL: engine.kind, **({GPUS_LABEL: ",".join(engine.gpus)} if engine.gpus else {})}
-        await self.request("POST", "/workers", {"url": engine.url, "labels": labels, **key})
+        labels = {ENGINE_LABEL: engine.kind, GPUS_LABEL: ",".join(engine.gpus), NCCL_LABEL: engine.nccl}
+        known = {name: value for name, value in labels.items() if value}
+        await self.request("POST", "/workers", {"url": engine.url, "labels": known, **key})
 
     async def remove(self, url: str) -> None:
         """Take a worker out of the routing; an unregistered worker is not an error."""

@@ -12,14 +12,11 @@ from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import Endpoint, exempt_from_proxies, num_nodes
 from services.core.errors import ConfigurationError
-from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.core.processes import Command
 from services.engines.placement import EnginePlace
 from services.engines.settings import RolloutSettings
 from services.weights.policy_store import FIRST_VERSION
-
-log = get_logger(__name__)
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests that wait in SGLang before it answers 503; as many as wait in the embedded engine."""
@@ -58,17 +55,12 @@ def sglang_command(settings: RolloutSettings, address: Endpoint, place: EnginePl
 
 
 def check_sglang_installed(python: str | None) -> None:
-    """Check that an interpreter, by default this one, has SGLang, and log the version of its NCCL.
+    """Check that an interpreter, by default this one, has SGLang.
 
     Raises:
         ConfigurationError: SGLang is not installed, or the interpreter cannot be run.
     """
     check_installed("sglang", "sglang", python)
-    script = "from importlib.metadata import version; print(version('nvidia-nccl-cu13'))"
-    line = [python or sys.executable, "-c", script]
-    found = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
-    if found.returncode == 0:
-        log.info("SGLang's NCCL; broadcasts need the same version in the trainer", version=found.stdout.strip())
 
 
 def check_installed(module: str, extra: str, python: str | None = None) -> None:

@@ -130,10 +130,12 @@ async def run_node(
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
         registrations, parts = [], []
         for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
-            log.info("engine placed", engine=engine_class.kind.value, **vars(place), listen=listen.url)
             # A worker may take as long to load a version as to load its first weights.
             worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
             worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
+            worker.nccl = machine.installed_nccl(engine_class.python(settings)) if place.devices else None
+            own = {"engine": engine_class.kind.value, "nccl": worker.nccl, "listen": listen.url}
+            log.info("engine placed", **vars(place), **own)
             await stack.enter_async_context(worker)
             process = SupervisedProcess(
                 engine_class.command(settings, listen, place),

@@ -22,17 +22,14 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 SOURCE = 0
 """The rank that broadcasts."""
@@ -107,17 +104,6 @@ def match_engines_nccl() -> None:
     NCCL reads the variable when a process makes its first communicator.
     """
     os.environ.setdefault(CUMEM, CUMEM_OF_ENGINES)
-
-
-def installed_nccl() -> str | None:
-    """Return the version of the installed NCCL; None if pip did not install it.
-
-    torch.cuda.nccl.version() would be the one that torch was compiled with.
-    """
-    for package in NCCL_PACKAGES:
-        with suppress(PackageNotFoundError):
-            return version(package)
-    return None
 
 
 def flattened(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from services.core.machine import installed_nccl
 from tests.pretend_cuda.learner import pretended_learner, without_compilation
 from tests.pretend_cuda.seen import Call, Seen
 from tests.trainer.tiny import random_groups, with_heads_of
@@ -125,3 +128,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def group_of(call: Call) -> Any:
     return dist.ProcessGroup.unbox(next(arg for arg in call.args if isinstance(arg, torch.ScriptObject)))
+
+
+def test_the_engines_get_the_nccl_of_the_trainers_torch() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    pins = [pin.split(";")[0] for pin in project["optional-dependencies"]["sglang"]]
+    assert f"nvidia-nccl-cu13=={installed_nccl()}" in pins

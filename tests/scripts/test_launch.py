@@ -99,7 +99,8 @@ def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) ->
     output, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1")
     values, written = skypilot.values(text), skypilot.values((ROOT / "jobgroup.yaml").read_text())
     preset = spec.env_file(ROOT / "examples/gpu.env")
-    assert {name: values["ppo-trainer", f"envs.{name}"] for name in preset} == preset
+    quoted = {name: skypilot.scalar(value) for name, value in preset.items()}
+    assert {name: values["ppo-trainer", f"envs.{name}"] for name in preset} == quoted
     assert values["ppo-trainer", "num_nodes"] == "1"
     assert values["rollout-server", "num_nodes"] == written["rollout-server", "num_nodes"] == "2"
     rows = {tuple(line.split()[-4:]) for line in output.splitlines() if line.split()[-1:] == ["preset"]}
@@ -109,6 +110,7 @@ def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) ->
         ("BATCH_SIZE", "-", "128", "preset"),
         ("GROUP_SIZE", "-", "16", "preset"),
         ("PUBLISH_TRANSPORT", "-", "broadcast", "preset"),
+        ("DROP_EQUAL_GROUPS", "-", "true", "preset"),
     }
     assert "MICRO_BATCH_TOKENS" not in output
 
@@ -191,6 +193,7 @@ def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path
 
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
     given = ["--env", "BATCH_SIZE=8", "--env", "GROUP_SIZE=4", "--env", "PUBLISH_TRANSPORT=disk"]
+    given += ["--env", "DROP_EQUAL_GROUPS=false"]
     output, text = launch(tmp_path, "--model", "0.5B", "--trainer-nodes", "2", *given)
     values = skypilot.values(text)
     assert [values["ppo-trainer", f"envs.{name}"] for name in ("BATCH_SIZE", "GROUP_SIZE")] == ["8", "4"]
@@ -201,6 +204,14 @@ def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> 
     changed = skypilot.values(text).items() - skypilot.values((ROOT / "jobgroup.yaml").read_text()).items()
     assert {key for (_, key), _ in changed} <= {"envs.MIN_WORKERS", "resources.accelerators"}
     assert "preset" not in output
+
+
+@pytest.mark.parametrize("other", ["KL_COEF=0.01", "ENTROPY_COEF=0.001", "TEACHER_MODEL=Qwen/Qwen2.5-1.5B-Instruct"])
+def test_groups_of_equal_rewards_stay_where_something_is_learned_from_them(tmp_path: Path, other: str) -> None:
+    _, text = launch(tmp_path, "--model", "0.5B", "--gpus", "H100:1", "--env", other)
+    values = skypilot.values(text)
+    assert ("ppo-trainer", "envs.DROP_EQUAL_GROUPS") not in values
+    assert values["ppo-trainer", "envs.BATCH_SIZE"] == "128"
 
 
 def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from local_runner.spec import env_file
+from scripts.launch.plan import ROOT
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from tests.tolerance import BOTH_TYPES
 from trainer.config import TrainerSettings
@@ -173,8 +175,6 @@ CAUTIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"clip_high": 3, "loss": "cispo"}, None),
     ({"clip_high": 3, "loss": "my:loss"}, None),
     ({"clip_high": 0.1, "loss": "dppo_tv"}, None),
-    ({"lora_rank": 8}, "LORA_RANK is set, but LEARNING_RATE"),
-    ({"lora_rank": 8, "learning_rate": 1e-6}, None),
     ({}, None),
 ]
 
@@ -189,6 +189,25 @@ def test_the_weight_of_a_token_has_the_bound_of_its_loss() -> None:
         ({}, None),
     ):
         assert TrainerSettings.load(**given).loss_importance_cap == cap, given
+
+
+def test_adapters_have_a_learning_rate_of_their_own_unless_it_is_set() -> None:
+    for given, rate in (
+        ({}, 1e-6),
+        ({"lora_rank": 8}, 3e-5),
+        ({"lora_rank": 8, "learning_rate": 1e-6}, 1e-6),
+        ({"learning_rate": 2e-5}, 2e-5),
+    ):
+        assert TrainerSettings.load(**given).learning_rate == rate, given
+
+
+def test_one_gpu_takes_a_batch_of_256_completions_and_leaves_out_those_that_teach_nothing() -> None:
+    preset = {name.lower(): value for name, value in env_file(ROOT / "examples/one-gpu.env").items()}
+    settings = TrainerSettings.load(**preset)
+    assert (settings.batch_size, settings.group_size) >= (32, 8)
+    assert (settings.drop_equal_groups, settings.learning_rate, settings.cautions) == (True, 3e-5, [])
+    of_file = (ROOT / "jobgroup.yaml").read_text("utf-8")
+    assert [line in of_file for line in ("  NUM_EPOCHS: 3\n", "  BATCH_SIZE: 4\n")] == [True, True]
 
 
 def test_a_setting_that_is_hardly_meant_is_named() -> None:

@@ -460,9 +460,9 @@ class OptimisationSection(AdaptersSection):
     """Optimizer steps in a pass over a batch; each takes an equal share of its groups."""
     epochs_per_batch: int = Field(1, ge=1, le=64)
     """Passes over a batch, for policy and critic (PPO's epochs). The clip is around the policy before the first."""
-    learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of AdamW. Published runs that train the whole model have 1e-6 to 6e-6 (recipes/); LORA_RANK
-    needs 10 to 30 times as much."""
+    learning_rate: float = Field(default_factory=lambda values: 3e-5 if values.get("lora_rank") else 1e-6, gt=0)
+    """Peak learning rate of AdamW. Unset: 1e-6, and with LORA_RANK 3e-5. Published runs that train the whole model have
+    1e-6 to 6e-6 (recipes/); adapters need 10 to 30 times as much."""
     lr_schedule: Schedule = Schedule.CONSTANT
     """`constant`, `linear` or `cosine`. The latter fall to 0 with the last step. If groups that are left out use up the
     prompts sooner, as with DYNAMIC_SAMPLING_TRIES, they fall with the prompts that are left."""

@@ -131,11 +131,6 @@ class TrainerSettings(
                 "DROP_EQUAL_GROUPS has no effect with a KL loss (KL_COEF), ENTROPY_COEF or CRITIC=shared, which learn "
                 "from groups of equal rewards, too"
             )
-        if self.lora_rank and "learning_rate" not in self.model_fields_set:
-            sentences.append(
-                f"LORA_RANK is set, but LEARNING_RATE is the whole model's default, {self.learning_rate:g}; adapters "
-                "learn at 10 to 30 times the rate of the whole model, such as 3e-5"
-            )
         if self.learning_rate > HIGHEST_RATE:
             sentences.append(
                 f"LEARNING_RATE={self.learning_rate:g} is far above what models learn at, 1e-7 to 1e-3: the policy "

@@ -29,6 +29,10 @@ LEAST_CUDA_CHUNK, CUDA_MEMORY_SHARE = 2048, 32
 """On CUDA a chunk's float32 logits take a 32nd of the device's memory, and a chunk has 2,048 states or more. Each chunk
 reads and writes the float32 gradient of the output embedding, which with few states takes longer than its products."""
 
+GRAPHS = 64
+"""Most graphs that a process compiles of its layers, and of each function of the head; policy, reference, teachers and
+critic count together. torch's own limit is 8."""
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -267,7 +271,9 @@ def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., 
     """Return a function of logits [n, V] and others for a device: on CUDA as one kernel, without buffers."""
     if device.type != "cuda":
         return function
-    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    compiled = torch.compile(  # type: ignore[call-overload]  # the overloads lack the limit
+        function, dynamic=True, fullgraph=True, recompile_limit=GRAPHS
+    )
 
     def call(logits: Tensor, *others: Any) -> Any:
         # A kernel for any V could not count on rows that begin at 16 bytes, and would move 4 bytes at a time.

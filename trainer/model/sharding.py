@@ -34,6 +34,7 @@ from trainer.config import TrainerSettings
 from trainer.config.sections import SELECTIVE_BUDGET
 from trainer.model.attention import FAMILIES
 from trainer.model.loading import ValueHead
+from trainer.model.logprobs import GRAPHS
 from trainer.model.ranks import Ranks
 
 
@@ -210,10 +211,6 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
             "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE and "
             "PUBLISH_TYPE to bfloat16"
         )
-
-
-GRAPHS = 64
-"""Most graphs of the layers of a process; policy, reference and critic count together. torch's own limit is 8."""
 
 
 def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> None:

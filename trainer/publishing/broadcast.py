@@ -37,7 +37,6 @@ from services.engines.engine import Engine, Requests, WorkerRefusedError
 from services.engines.router import Worker
 from services.weights.broadcast_group import (
     SOURCE,
-    installed_nccl,
     join_weights_group,
     leave_weights_group,
     send_buckets,
@@ -259,12 +258,6 @@ class Broadcaster:
         """Have rank 0 and the workers meet."""
         sizes = [await engine.tensor_parallel_size() for engine in engines]
         world_size = 1 + sum(sizes)
-        if self.backend == "nccl":
-            trainers = installed_nccl()
-            others = [await engine.nccl_version() for engine in engines]
-            log.info("forming a group for the broadcast", nccl=trainers, nccl_of_workers=others)
-            if trainers and any(other not in (None, trainers) for other in others):
-                log.warning("trainer and workers have different versions of NCCL", trainer=trainers, workers=others)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         listen = reached_at(bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT), meeting).host
         common = (world_size, group.name, self.backend)

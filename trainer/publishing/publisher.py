@@ -17,9 +17,12 @@ from torch import Tensor
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT, is_own_address
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.machine import installed_nccl
 from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Delivery, Engine, Requests, WorkerRefusedError, from_directory
-from services.engines.router import RouterAdmin, Worker
+from services.engines.router import NCCL_LABEL, RouterAdmin, Worker
+from trainer.capacity.seconds import WEIGHT_BYTES, publish_seconds
+from trainer.capacity.shape import ModelShape
 from trainer.config import TrainerSettings, Transport
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcaster, Outcome
 from trainer.publishing.writer import PUBLISH_SECONDS, REMEDY, VersionWriter
@@ -83,6 +86,8 @@ class Publisher:
             InterruptedCallError: the run was asked to stop.
         """
         writes = 0
+        if self.broadcaster is not None and self.broadcaster.backend == "nccl":
+            self.services.call(self._compare_nccl(installed_nccl()), interruptible=True)
         while True:
             if self.writer.written != version:
                 self._write(version)
@@ -154,6 +159,18 @@ class Publisher:
         """Return a worker's engine, with PUBLISH_SECONDS for each answer."""
         return worker.engine(self.settings.token, timeout=PUBLISH_SECONDS)
 
+    async def _compare_nccl(self, own: str | None) -> None:
+        """Give broadcasts up if a worker has another version of NCCL than this process, because no group joins both."""
+        async with router_of(self.settings) as router:
+            others = {worker.url: worker.metadata.get(NCCL_LABEL) for worker in await router.workers()}
+        if own and (different := {url: nccl for url, nccl in others.items() if nccl not in (None, own)}):
+            versions = ", ".join(sorted({*different.values()}))
+            self._give_broadcasts_up(
+                f"NCCL is {own} on the trainer and {versions} on {len(different)} workers",
+                f"install nvidia-nccl-cu13=={own} on the nodes of rollout-server",
+                len({urlsplit(url).hostname for url in others}),
+            )
+
     async def _deliver(self, version: int) -> dict[str, float]:
         """Have all workers serve the version at once, drop those that do not, and return metrics.
 
@@ -170,7 +187,12 @@ class Publisher:
         if self.broadcaster is not None and state:
             outcomes = await self.broadcaster.send(version, state, workers, requests)
             if self.broadcaster.unformed >= MOST_UNFORMED:
-                self._give_broadcasts_up(self.broadcaster.refusal)
+                self._give_broadcasts_up(
+                    self.broadcaster.refusal,
+                    f"compare the networks of NCCL on trainer and engines (docs/gpus.md), open port "
+                    f"{WEIGHTS_BROADCAST_PORT} between them, or set PUBLISH_TRANSPORT=disk",
+                    len({urlsplit(worker.url).hostname for worker in workers}),
+                )
         else:
             delivery = self._delivery(version, state, workers)
             serving = (self._serve(worker, delivery, requests) for worker in workers)
@@ -212,14 +234,16 @@ class Publisher:
             await self.drop_workers(failed)
         return [outcome for outcome in outcomes if isinstance(outcome, float)]
 
-    def _give_broadcasts_up(self, reason: str) -> None:
-        """Have the workers load all further versions from the shared volume."""
+    def _give_broadcasts_up(self, reason: str, remedy: str, nodes: int) -> None:
+        """Have the workers load all further versions from the shared volume, and log the forecast of what it costs."""
         self.refusal, self.broadcaster, self.writer.is_sent = reason, None, False
+        shape = ModelShape.of(self.writer.policy.config, trust_remote_code=self.settings.trust_remote_code)
         log.error(
-            f"the last {MOST_UNFORMED} versions could not be broadcast, so the rest of the run publishes over the "
-            "shared volume; compare the versions and networks of NCCL on trainer and engines (docs/gpus.md), open port "
-            f"{WEIGHTS_BROADCAST_PORT} between them, or set PUBLISH_TRANSPORT=disk",
+            f"versions cannot be broadcast, so the rest of the run publishes over the shared volume; {remedy}",
             reason=reason,
+            version_bytes=WEIGHT_BYTES * shape.parameters,
+            seconds_by_volume=round(publish_seconds(shape, nodes, by_volume=True), 1),
+            seconds_by_broadcast=round(publish_seconds(shape, nodes, by_volume=False), 1),
         )
 
     async def _version_or_none(self, worker: Worker) -> int | None:

@@ -19,6 +19,7 @@ from services.clients.rollout import MAX_ROUNDS, PIECE_TOKENS, RolloutClient, Sa
 from services.http.client import RequestRefusedError
 from services.protocol.rewards import FinishReason
 from tests.fake_service import FakeService, fake_service
+from tests.waiting import IDLE_SECONDS, wait_until
 from toys.arithmetic import END, PAD
 
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,), stop=("Q:",))
@@ -195,6 +196,52 @@ async def test_a_worker_that_dies_in_a_long_completion_costs_one_piece(router: R
         assert count == 2 * PIECE_TOKENS + 3
 
 
+async def test_a_completion_goes_on_while_a_sibling_is_slow(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "PIECE_TOKENS", 4)
+    is_over = threading.Event()
+
+    def slow(request: dict[str, Any]) -> Any:
+        assert is_over.wait(IDLE_SECONDS), "the sibling waits for this piece"
+        return counting()(request)
+
+    def goes_on(request: dict[str, Any]) -> Any:
+        if len(request["input_ids"]) == 1 + 12:
+            is_over.set()
+        return counting()(request)
+
+    router.answers = [counting(), slow, *[goes_on] * 5]
+    async with client(router) as rollouts:
+        found = await rollouts.generate([1], SamplingParams(max_new_tokens=16), n=2, seed=10)
+    assert [one.completion_ids.tolist() for one in found] == [list(range(1, 17))] * 2
+    assert [len(request["input_ids"]) for request in router.requests[:5]] == [1, 5, 5, 9, 13]
+    # Each completion has every second seed after the first one, however long the other takes.
+    seeds = [request["sampling_params"]["sampling_seed"] for request in router.requests]
+    assert seeds[:1] + sorted(seeds[1:3]) == [10, 11, 12]
+    assert seeds[3:5] == [seeds[2] + 2, seeds[2] + 4]
+    assert seeds[5:] == [seeds[1] + 2, seeds[1] + 4]
+
+
+async def test_where_one_request_is_refused_its_siblings_send_no_other(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "PIECE_TOKENS", 4)
+    is_refused = threading.Event()
+
+    def late(request: dict[str, Any]) -> Any:
+        assert is_refused.wait(IDLE_SECONDS)
+        return counting()(request)
+
+    router.answers = [counting(), 400, late]
+    async with client(router) as rollouts:
+        with pytest.raises(RequestRefusedError):
+            await rollouts.generate([1], SamplingParams(max_new_tokens=16), n=2)
+        is_refused.set()
+        wait_until(lambda: router.in_flight == 0, "the sibling is answered")
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+    assert len(router.requests) == 3
+
+
 @pytest.fixture
 def byte_model(tmp_path: Path) -> str:
     """A model directory whose tokenizer has a token a byte: byte b is token b + 2, and the end token is 1."""
@@ -289,9 +336,10 @@ async def test_each_completion_has_a_seed_of_its_own_where_engines_are_determini
     assert len(completions) == 4
     sampling = [request["sampling_params"] for request in router.requests]
     assert [params["n"] for params in sampling] == [1] * 6
-    # What failed is asked for with yet other seeds.
-    assert sorted(params["sampling_seed"] for params in sampling[:4]) == [10, 11, 12, 13]
-    assert sorted(params["sampling_seed"] for params in sampling[4:]) == [14, 15]
+    # What failed is asked for with yet other seeds, which follow from its own first one.
+    seeds = [params["sampling_seed"] for params in sampling]
+    assert sorted(seeds[:4]) == [10, 11, 12, 13]
+    assert sorted(seeds[4:]) == sorted([seeds[1] + 4, seeds[2] + 4])
 
 
 async def test_no_more_requests_are_in_flight_than_allowed(router: Router) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from services.embedded_engine import scheduler
 from services.embedded_engine.scheduler import Request
 from tests.services.embedded_engine.conftest import PROMPT, RunningEngine
 from tests.services.embedded_engine.test_engine import MakeEngine, held, other_weights, outputs
@@ -71,6 +73,17 @@ def test_a_group_leaves_its_prompt_but_not_its_completions(engine: RunningEngine
     # A completion is kept at the end of the step that ends it.
     engine.engine.change_version("0").result(IDLE_SECONDS)
     assert engine.engine.stats()["prefix_cache_tokens"] == len(PROMPT) + 20 + 7
+
+
+def test_a_group_of_long_pieces_is_continued_from_its_tokens(
+    engine: RunningEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LONG_TOKENS", 40)
+    group = engine.generate(n=3, max_new_tokens=40, sampling_seed=1)
+    before = computed(engine)
+    for sequence in group.sequences:
+        engine.generate(PROMPT + sequence.output_ids, max_new_tokens=4)
+    assert computed(engine) - before == 3
 
 
 def test_kept_tokens_are_bounded(make_engine: MakeEngine) -> None:

@@ -11,12 +11,14 @@ import pytest
 from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import NO_PROXY_VARIABLES, Endpoint
 from services.core.errors import ConfigurationError
+from services.core.machine import installed_nccl
 from services.core.processes import Command
-from services.engines.engine import Engine
+from services.engines.engine import Embedded, Engine
 from services.engines.placement import EnginePlace
-from services.engines.router import router_command
+from services.engines.router import RouterAdmin, router_command
 from services.engines.settings import RolloutSettings
 from services.rollout_server.__main__ import choose_addresses
+from tests.fake_service import fake_service
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
 BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29000))
@@ -67,6 +69,29 @@ def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(interprete
     with pytest.raises(ConfigurationError, match="cannot be run"):
         Engine.check_installed(settings(sglang_python="/no/such/python"))
     Engine.check_installed(settings(sglang_python=interpreter_with_sglang))
+
+
+@pytest.fixture
+def interpreter_with_nccl(interpreter_with_sglang: str, tmp_path: Path) -> str:
+    wrapper = Path(interpreter_with_sglang)
+    wrapper.write_text(wrapper.read_text("utf-8").replace(str(FAKE_ENGINE), f"{FAKE_ENGINE}:{tmp_path}"), "utf-8")
+    metadata = tmp_path / "nvidia_nccl_cu13-2.28.3.post1.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.28.3.post1\n", "utf-8")
+    return interpreter_with_sglang
+
+
+async def test_the_router_gets_the_nccl_of_the_engines_own_interpreter(interpreter_with_nccl: str) -> None:
+    own = settings(sglang_python=interpreter_with_nccl)
+    with fake_service({"POST /workers": lambda _: {}}) as service:
+        async with RouterAdmin(service.endpoint) as router, Engine("http://worker:1", timeout=1) as worker:
+            await router.add(worker)
+            worker.gpus, worker.nccl = ("2", "3"), installed_nccl(Engine.python(own))
+            await router.add(worker)
+        without, labelled = [request["labels"] for request in service.asked("POST /workers")]
+    assert without == {"engine": "sglang"}
+    assert labelled == {"engine": "sglang", "gpus": "2,3", "nccl": "2.28.3"}
+    assert Embedded.python(own) is None
 
 
 def test_sglang_gets_its_flags_from_the_settings() -> None:

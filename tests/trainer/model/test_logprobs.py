@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.model import logprobs as module
 from trainer.model.logprobs import token_logprobs
 
 N, U, D, V = 37, 29, 12, 53
@@ -165,3 +167,15 @@ def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
     assert largest_tensor(64, vocabulary, chunk) == chunk * vocabulary
     assert largest_tensor(1024, vocabulary, chunk) == chunk * vocabulary
     assert largest_tensor(1024, vocabulary, 1024) == 1024 * vocabulary, "what is measured is what would grow"
+
+
+def test_the_head_is_compiled_for_more_vocabularies_than_torch_allows_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run may have a policy and several teachers, each with graphs for one row and for many."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    normalise = module._fused.__wrapped__(module._normalise, torch.device("cuda"))
+    for vocabulary in range(20, 30):
+        logits = torch.randn(3, vocabulary)
+        normalisers, _ = normalise(logits.clone(), None)
+        torch.testing.assert_close(normalisers, logits.logsumexp(1))

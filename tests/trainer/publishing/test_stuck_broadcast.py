@@ -22,11 +22,13 @@ import structlog
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
+from services.engines.router import NCCL_LABEL
 from services.weights.broadcast_group import CUMEM, match_engines_nccl
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, wait_until
+from trainer.checkpoints.run_checkpoints import count_parameters
 from trainer.config import TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model import saving
@@ -52,6 +54,7 @@ class Worker:
         self.groups: set[str] = set()
         self.refuses = False
         self.joins = True
+        self.labels: dict[str, str] = {}
         for route in ("begin_weight_update", "end_weight_update", "pause_generation", "continue_generation"):
             service.routes[f"POST /{route}"] = lambda _: {}
         service.routes |= {
@@ -94,7 +97,8 @@ class Worker:
 
     def workers(self, _: dict[str, Any]) -> dict[str, Any]:
         name = f"w{self.drops}"
-        return {"workers": [{"id": name, "url": self.service.endpoint.url, "is_healthy": True}]}
+        worker = {"id": name, "url": self.service.endpoint.url, "is_healthy": True, "metadata": self.labels}
+        return {"workers": [worker]}
 
 
 class Members:
@@ -212,6 +216,31 @@ def test_a_broadcast_that_never_works_gives_way_to_the_volume(
     assert "PUBLISH_TRANSPORT=disk" in error["event"]
     assert error["reason"] == made.refusal
     assert "400" in error["reason"]
+
+
+@pytest.mark.parametrize(("theirs", "sent"), [("2.28.3", []), ("2.30.7", [1, 1, 1]), (None, [1, 1, 1])])
+def test_a_worker_with_another_nccl_gets_the_first_version_from_the_volume(
+    publisher: tuple[Publisher, Worker], members: Members, monkeypatch: pytest.MonkeyPatch, theirs: str, sent: list[int]
+) -> None:
+    made, worker = publisher
+    assert made.broadcaster is not None
+    made.broadcaster.backend = "nccl"
+    monkeypatch.setattr("trainer.publishing.publisher.installed_nccl", lambda: "2.30.7")
+    worker.labels = {NCCL_LABEL: theirs} if theirs else {}
+    with structlog.testing.capture_logs() as logged:
+        publish(made, worker, 1)
+        assert ("publish_by_disk" in made.publish(2)) == (not sent)
+    made.writer.close()
+    assert (members.sent, worker.drops) == (sent, 0)
+    errors = [entry for entry in logged if entry["log_level"] == "error"]
+    if sent:
+        assert not errors
+    else:
+        [error] = errors
+        assert error["version_bytes"] == 2 * count_parameters(made.writer.policy)
+        assert error["seconds_by_volume"] >= error["seconds_by_broadcast"] >= 1
+        assert "nvidia-nccl-cu13==2.30.7" in error["event"]
+        assert error["reason"] == made.refusal
 
 
 def test_a_version_that_is_sent_and_written_leaves_the_memory(
