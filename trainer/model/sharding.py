@@ -32,7 +32,7 @@ from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import TrainerSettings
 from trainer.config.sections import SELECTIVE_BUDGET
-from trainer.model.attention import FAMILIES
+from trainer.model.attention import FAMILIES, GRAPHS, choose_kernel
 from trainer.model.loading import ValueHead
 from trainer.model.ranks import Ranks
 
@@ -212,10 +212,6 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
         )
 
 
-GRAPHS = 64
-"""Most graphs of the layers of a process; policy, reference and critic count together. torch's own limit is 8."""
-
-
 def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> None:
     """Compile the forward pass of decoder layers for CUDA at their first call, with attention as one kernel.
 
@@ -226,6 +222,7 @@ def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> No
     """
     is_selective = settings.activation_checkpointing == "selective"
     partitioner.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
+    choose_kernel(settings.attention_kernel)
     # By default an FSDP module's integers, such as the width of a head, become variables of the graph, for which torch
     # cannot make the attention's kernel; floats, such as the scale of adapters, become tensors on the host.
     dynamo.skip_fsdp_guards = False
