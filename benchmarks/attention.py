@@ -1,4 +1,4 @@
-"""Attention alone on a GPU: each variant of its kernel, forward and backward, over a row of prompts with completions."""
+"""Attention alone on a GPU: each variant of its kernel, forward and backward, over a row of prompt trees."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def figures(width: int, options: dict[str, Any]) -> Iterator[Figure]:
     length, mask = len(layout.ends), layout.each(Tensor.cuda).prepared()
     factors = states(width, length)
     torch._dynamo.reset()
-    attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    attend: Any = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     forward = partial(attend, *factors, block_mask=mask, enable_gqa=True, kernel_options=options)
     try:
         output = forward()

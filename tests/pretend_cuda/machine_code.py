@@ -93,7 +93,9 @@ def compiled(width: int, options: dict[str, Any]) -> list[Kernel]:
         layout = mask_of(SMALL)
         mask = layout.each(Tensor.cuda).prepared()
         attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-        attend(*states(width, len(layout.ends)), block_mask=mask, enable_gqa=True, kernel_options=options).sum().backward()
+        attend(
+            *states(width, len(layout.ends)), block_mask=mask, enable_gqa=True, kernel_options=options
+        ).sum().backward()
         kernels = map(_kernel, Path(caches, "triton").rglob("*tem_*.cubin"))
         return sorted(kernels, key=lambda kernel: kernel.is_backward)
 
