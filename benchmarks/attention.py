@@ -37,6 +37,7 @@ VARIANTS: dict[tuple[int, str], dict[str, Any]] = {
     (128, "whole tiles"): TRITON,
     (128, "2 stages"): TRITON | {"fwd_num_stages": 2, "bwd_num_stages": 2},
     (128, "128 keys"): TRITON | {"fwd_BLOCK_N": 128},
+    (128, "128 keys, 2 stages"): TRITON | {"fwd_BLOCK_N": 128, "fwd_num_stages": 2},
     (128, "64 x 64"): TRITON | SMALL_BACKWARD | {"fwd_BLOCK_N": 32, "bwd_num_warps": 4, "bwd_num_stages": 2},
     (128, "flash"): KERNELS["flash"],
 }

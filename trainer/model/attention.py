@@ -96,8 +96,13 @@ GRAPHS = 64
 """Most graphs that a process compiles of the layers, and of each function of logits. Policy, reference and critic count
 together. torch's own limit is 8."""
 
-HOPPER, NARROW = (9, 0), 64
-"""The compute capability of H100 and H200, and the heads for which ``kernel_options`` knows better than torch there."""
+HOPPER = (9, 0)
+"""The compute capability of H100 and H200."""
+ON_HOPPER: dict[int, dict[str, int]] = {64: {"fwd_num_warps": 8}, 128: {"fwd_BLOCK_N": 128, "fwd_num_stages": 2}}
+"""Options of the Triton kernel by the width of bfloat16 heads, which the counts in docs/gpus.md prefer to torch's own.
+
+With torch's 4 warps for heads of 64 the forward kernel spills registers, and a multiprocessor has room for these 4
+only; with 8 it spills none and has room for 8. For heads of 128, tiles of 128 keys need a fifth fewer instructions."""
 
 _chosen: dict[str, Any] = {"kernel": "triton", "capability": None}
 """The kernel of this process and the compute capability of its card; see ``choose_kernel``."""
@@ -125,14 +130,10 @@ def choose_kernel(kernel: str) -> None:
 
 
 def kernel_options(width: int, dtype: torch.dtype) -> Any:
-    """Return the options of ``flex_attention`` for heads of ``width`` numbers.
-
-    With torch's 4 warps for bfloat16 heads of 64 on an H100 the forward kernel keeps registers in memory, and a
-    multiprocessor has room for these 4 warps only. With 8 warps it does not, and has 8.
-    """
+    """Return the options of ``flex_attention`` for heads of ``width`` numbers."""
     options = KERNELS[_chosen["kernel"]]
-    if (_chosen["kernel"], _chosen["capability"], width, dtype) == ("triton", HOPPER, NARROW, torch.bfloat16):
-        options = options | {"fwd_num_warps": 8}
+    if (_chosen["kernel"], _chosen["capability"], dtype) == ("triton", HOPPER, torch.bfloat16):
+        options = options | ON_HOPPER.get(width, {})
     return options
 
 

@@ -170,7 +170,7 @@ def shard(
     """
     layers = _decoder_layers(decoder)
     if ranks.device.type == "cuda":
-        _check_kernels(decoder.config, chosen)
+        _check_kernels(decoder.config, chosen, settings)
         decoder.set_experts_implementation(GATHERED_EXPERTS)
         compile_layers(layers, settings)
     if has_checkpointing:
@@ -197,7 +197,7 @@ NARROWEST_HEAD = 16
 """The smallest size of a head that the kernel of attention has on GPUs."""
 
 
-def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
+def _check_kernels(config: PretrainedConfig, chosen: Compute, settings: TrainerSettings) -> None:
     """Refuse a model whose layers could not be compiled for a GPU."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width < NARROWEST_HEAD:
@@ -209,6 +209,10 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
         raise ConfigurationError(
             "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE and "
             "PUBLISH_TYPE to bfloat16"
+        )
+    if chosen.compute_type == "float32" and settings.attention_kernel == "flash":
+        raise ConfigurationError(
+            "ATTENTION_KERNEL=flash computes in bfloat16 only; set COMPUTE_TYPE=bfloat16 or ATTENTION_KERNEL=triton"
         )
 
 
