@@ -76,8 +76,6 @@ def figures(width: int, options: dict[str, Any]) -> Iterator[Figure]:
         backward = partial(torch.autograd.grad, output, factors, gradient, retain_graph=True)
         backward()
     except (RuntimeError, ImportError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            raise
         raise SystemExit(f"error: heads of {width}, {options}: {error}; flash needs {FLASH_PACKAGE}") from error
     pairs = int((layout.ends - torch.arange(length)).sum()) * HEADS[width][0]
     for name, run, products in (("forward", forward, 2), ("backward", backward, 5)):
