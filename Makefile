@@ -15,6 +15,8 @@ DEMO ?=
 WORKERS ?= 3
 # Some of the tests, such as: make test-busy TESTS=tests/services/gateway
 TESTS ?=
+# A part of `make bench-gpu`, such as: make bench-gpu BENCH="--only attention"
+BENCH ?=
 # An experiment of docs/results.md and options: make results RESULTS="methods --seed 0"
 RESULTS ?= --help
 MODEL = .cache/models/smollm2-135m
@@ -130,7 +132,7 @@ results: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## make the runs o
 
 bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPUs for an hour, and say what to send back
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
-	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu
+	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu $(BENCH)
 
 docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/metrics.md
 	$(RUN) -m scripts.reference

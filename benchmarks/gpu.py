@@ -1,9 +1,12 @@
-"""An hour on this node's GPUs: updates of whole models, and runs of jobgroup.yaml on GSM8K.
+"""An hour on this node's GPUs: attention alone, updates of whole models, and runs of jobgroup.yaml on GSM8K.
 
-1. Updates on random tokens, in completions of 500 and of 2,000 tokens, on 1, 2 and 8 GPUs.
-2. Runs on GSM8K with the first model, half of the GPUs for the engines: 100 steps with weights by broadcast, which are
+1. Attention alone, forward and backward, in each variant of its kernel; ten minutes.
+2. Updates of random models on random tokens, in completions of 500 and of 2,000 tokens, on 1, 2 and 8 GPUs.
+3. Runs on GSM8K with the first model, half of the GPUs for the engines: 100 steps with weights by broadcast, which are
    the learning curve, and 10 by the shared volume. NCCL joins no two processes on one GPU, so that one GPU uses the
    volume. SGLANG_PYTHON is the interpreter of SGLang's environment.
+
+Only the last needs a network; --only attention, --only "update of 0.5B" or --only run measures a part.
 
 Rows, metrics, logs and the machine's description are packed into one file to send back. What fails is noted, and the
 rest is measured. --quick measures a tiny model with the embedded engine, also without a GPU.
@@ -20,21 +23,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks import job, load
+from benchmarks import attention, job, load
 from benchmarks.job import Job, running, say, with_gpus
 from benchmarks.load import Figure
+from benchmarks.random_model import SHAPES, write
 from benchmarks.results.__main__ import measurements
 from benchmarks.results.experiments import TINY, Settings
 from benchmarks.update import Work, figures
 from toys import arithmetic
 
-MODELS = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-8B")
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 LENGTHS = (500, 2000)
 COUNTS = (1, 2, 8)
 GSM8K = {
@@ -89,6 +94,13 @@ def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
     yield Figure("generated", tokens / row["figures"]["seconds_generate"], "tokens/s")
 
 
+def update(shape: str, directory: Path, work: Work, gpus: int) -> Iterator[Figure]:
+    """Measure updates of a model of SHAPES; its first use writes it to ``directory``."""
+    if not directory.exists():
+        write(SHAPES[shape], directory)
+    yield from figures(replace(work, model=str(directory)), gpus)
+
+
 def noted(of: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
     """Yield figures; write the message of a program that failed to stderr, so that the other loads continue."""
     try:
@@ -100,22 +112,25 @@ def noted(of: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
 
 
 def loads_of(args: argparse.Namespace, directory: str) -> load.Loads:
-    """Return the updates and the runs; --quick's model is written to ``directory``."""
-    models, lengths, steps, settings = [*MODELS], [*LENGTHS], (100, 10), GSM8K
+    """Return the passes of attention, the updates and the runs; models are written to ``directory``."""
+    shapes, lengths, steps, settings, model = [*SHAPES], [*LENGTHS], (100, 10), GSM8K, MODEL
     if args.quick:
-        arithmetic.make(Path(directory))
-        models, lengths, steps, settings = [directory], [4], (2, 1), {**TINY, "EVAL_PROMPTS": "2"}
+        tiny = Path(directory, "tiny")
+        arithmetic.make(tiny)
+        shapes, lengths, steps, settings, model = ["tiny"], [4], (2, 1), {**TINY, "EVAL_PROMPTS": "2"}, str(tiny)
         del settings["CUDA_VISIBLE_DEVICES"]
     counts = [count for count in COUNTS if count <= torch.cuda.device_count()] or [0]
     loads: dict[str, Callable[[], Iterator[Figure]]] = {}
-    for model, length, count in product(models, lengths, counts):
-        work = Work(model, 8 * max(count, 1), 8, 10 if args.quick else 100, length)
-        name = f"update of {Path(model).name}, {length} tokens, {count} GPUs"
-        loads[name] = partial(figures, work, max(count, 1))
+    for (width, variant), options in attention.VARIANTS.items() if counts[0] else ():
+        loads[f"attention, heads of {width}, {variant}"] = partial(attention.figures, width, options)
+    for shape, length, count in product(shapes, lengths, counts):
+        work = Work("", 8 * max(count, 1), 8, 10 if args.quick else 100, length)
+        name = f"update of {shape}, {length} tokens, {count} GPUs"
+        loads[name] = partial(update, shape, Path(directory, shape), work, max(count, 1))
     for count in counts:
         transports = {"disk": steps[0]} if count == 1 else {"broadcast": steps[0], "disk": steps[1]}
         for transport, number in transports.items():
-            own = {"MODEL_NAME": models[0], "PUBLISH_TRANSPORT": transport, "MAX_STEPS": str(number)}
+            own = {"MODEL_NAME": model, "PUBLISH_TRANSPORT": transport, "MAX_STEPS": str(number)}
             where = args.results / f"{count}-gpus-{transport}"
             loads[f"run, {count} GPUs, {transport}"] = partial(train, settings | own, count, where)
     return {name: partial(noted, of) for name, of in loads.items()}

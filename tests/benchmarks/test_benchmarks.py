@@ -8,9 +8,12 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import trl_runs
 from benchmarks.job import ROOT, with_gpus
+from benchmarks.random_model import SHAPES, noise, write
 from benchmarks.results import figures
 from benchmarks.results.__main__ import KEPT, prepared
 from benchmarks.results.experiments import EXPERIMENTS, TINY, TRL, runs
@@ -19,6 +22,8 @@ from local_runner.checks import READERS
 from services.data_server.settings import DataSettings
 from trainer.config import TrainerSettings
 
+TINY_SHAPE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+TINY_SHAPE |= {"layer_types": None}
 COLUMNS = {"task", "variant", "seed", "settings", "rewards", "tokens", "seconds", "accuracy", "accuracy_error"}
 COLUMNS |= {"prompts", "samples", "processor_seconds", "processor", "figures"}
 
@@ -108,6 +113,18 @@ def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:
     assert len(set(prompts[0])) == len(prompts[0])
     assert prompts[0] != prompts[1]
     assert trl_runs.options(settings)["adam_beta2"] == settings.adam_beta2
+
+
+def test_a_random_model_has_a_published_shape_and_a_token_for_each_id(tmp_path: Path) -> None:
+    assert {shape: config.vocab_size for shape, config in SHAPES.items()} == dict.fromkeys(SHAPES, 151_936)
+    config = type(SHAPES["1.7B"])(**SHAPES["1.7B"].to_dict() | TINY_SHAPE)
+    write(config, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (model.dtype, model.config.head_dim, len(tokenizer)) == (torch.bfloat16, 128, 300)
+    assert tokenizer.decode(tokenizer.encode("1 + 2 = ä")) == "1 + 2 = ä"
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert {noise(tokenizer.decode([number])) for number in range(10, 20)} == {0.0, 1.0}
 
 
 def test_a_job_group_gets_the_gpus_that_a_run_has(tmp_path: Path) -> None:

@@ -70,22 +70,20 @@ def pretended_ranks(nodes: int = 1, gpus: int = 1, context: int = 1) -> Iterator
 def without_compilation(patch: pytest.MonkeyPatch) -> None:
     """Leave layers to eager execution, and let other operations stand for kernels: they read, write and keep the same.
 
-    SDPA stands for flex_attention, and operations in place for the compiled arithmetic of the output head, whose
-    forward kernel reads the logits twice and writes them.
+    SDPA stands for flex_attention, and operations in place for the compiled arithmetic of the output head.
     """
 
     def causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, **_: Any) -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
-    def normalise(logits: Tensor, _: None) -> tuple[Tensor, Tensor]:
+    def measure(logits: Tensor) -> tuple[Tensor, Tensor]:
         numbers = logits.amax(1)
-        logits.neg_()
         return numbers, numbers
 
     def differentiate(log_p: Tensor, *_: Any) -> Tensor:
         return log_p.neg_()
 
-    in_place = {logprobs._normalise: normalise, logprobs._differentiate: differentiate}
+    in_place = {logprobs._measure: measure, logprobs._differentiate: differentiate}
     patch.setattr(attention, "flex_attention", causal)
     patch.setattr(logprobs, "_fused", lambda function, device: in_place[function])
     patch.setattr(sharding, "compile_layers", lambda *_: None)

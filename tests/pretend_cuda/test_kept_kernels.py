@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.pretend_cuda.learner import packed_sequences
 from trainer.config import TrainerSettings
-from trainer.model.attention import KERNEL_OPTIONS
+from trainer.model.attention import KERNELS
 from trainer.rank_calls import KeptKernels
 
 pytestmark = pytest.mark.cuda
@@ -60,7 +60,7 @@ def attention() -> None:
     shape = (1, 2, TOKENS, 16)
     factors = [torch.zeros(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    attend(*factors, block_mask=mask, kernel_options=KERNEL_OPTIONS).sum().backward()
+    attend(*factors, block_mask=mask, kernel_options=KERNELS["triton"]).sum().backward()
 
 
 def exponentials() -> Tensor:

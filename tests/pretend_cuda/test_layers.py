@@ -44,15 +44,20 @@ def test_a_sharded_layer_compiles_forward_and_backward_for_micro_batches_of_any_
 
 
 @pytest.mark.parametrize(
-    ("config", "compute_type", "message"),
+    ("config", "settings", "message"),
     [
-        (FAMILIES["llama"], "bfloat16", "MODEL_NAME: llama has attention heads of 8 numbers"),
-        (with_heads_of(16, "qwen3_moe"), "float32", "COMPUTE_TYPE=float32: on a GPU .* set COMPUTE_TYPE and"),
+        (FAMILIES["llama"], {"compute_type": "bfloat16"}, "MODEL_NAME: llama has attention heads of 8 numbers"),
+        (with_heads_of(16, "qwen3_moe"), {"compute_type": "float32"}, "COMPUTE_TYPE=float32: on a GPU .* set COMPUTE"),
+        (
+            with_heads_of(16, "qwen3"),
+            {"compute_type": "float32", "attention_kernel": "flash"},
+            "ATTENTION_KERNEL=flash computes in bfloat16 only",
+        ),
     ],
 )
 def test_a_model_that_no_kernel_computes_is_refused(
-    config: PretrainedConfig, compute_type: str, message: str, tmp_path: Path
+    config: PretrainedConfig, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     save_model(tmp_path, config)
     with pretended_ranks() as ranks, pytest.raises(ConfigurationError, match=message):
-        make_learner(ranks, tmp_path, compute_type=compute_type)
+        make_learner(ranks, tmp_path, **settings)

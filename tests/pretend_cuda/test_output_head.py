@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.pretend_cuda.compiled import moved_by
 from tests.pretend_cuda.seen import Seen
 from trainer.model import logprobs
-from trainer.model.logprobs import _differentiate, _normalise, token_logprobs
+from trainer.model.logprobs import LONGEST_STRETCH, _differentiate, _measure, token_logprobs
 
 pytestmark = pytest.mark.cuda
 
@@ -32,11 +34,25 @@ def test_the_gradient_of_the_output_embedding_is_rewritten_a_few_times_a_micro_b
     assert largest <= torch.cuda.get_device_properties(0).total_memory / 32
 
 
-def test_the_arithmetic_over_the_logits_is_one_kernel_forward_and_one_backward() -> None:
+@pytest.mark.parametrize("vocabulary", [QWEN, 152_064, 128_256, 32_000])
+def test_the_arithmetic_over_the_logits_reads_them_once_forward_and_rewrites_them_once_backward(
+    vocabulary: int,
+) -> None:
     rows = 4096
     with FakeTensorMode(), torch.device("cuda"):
-        logits, numbers = torch.empty(rows, QWEN), torch.empty(rows, 1)
-        forward = moved_by(_normalise, logits, None)
+        logits, numbers = torch.empty(rows, vocabulary), torch.empty(rows, 1)
+        forward = moved_by(_measure, logits)
         backward = moved_by(_differentiate, logits, numbers, numbers, (numbers, numbers), None)
-    # One kernel each, which writes them in place: no array of probabilities is ever written down.
-    assert [moved / logits.nbytes for moved in (*forward, *backward)] == pytest.approx([2, 2], abs=0.01)
+    # No array of probabilities is ever written down; a stretch of logits leaves three numbers, written and read again.
+    assert sum(forward) / logits.nbytes == pytest.approx(1, abs=0.06)
+    assert [moved / logits.nbytes for moved in backward] == pytest.approx([2], abs=0.01)
+
+
+def test_a_process_may_train_models_of_many_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    logprobs._fused.cache_clear()
+    measure = logprobs._fused(_measure, torch.device("cuda"))
+    for vocabulary in range(LONGEST_STRETCH, 12 * LONGEST_STRETCH, LONGEST_STRETCH):
+        normalisers, _ = measure(torch.empty(2, vocabulary, device="cuda"))
+        assert normalisers.shape == (2,)
+    logprobs._fused.cache_clear()

@@ -491,6 +491,9 @@ class MemorySection(MemorySettings):
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
+    attention_kernel: Literal["triton", "flash"] = "triton"
+    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer.
+    No GPU has run it here yet: compare both with `make bench-gpu BENCH="--only attention"` first. [advanced]"""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
     cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory

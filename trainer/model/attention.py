@@ -11,6 +11,7 @@ needs more than softmax attention over the whole context and plain logits would 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -77,9 +78,63 @@ TREE_ATTENTION = "token_tree"
 UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
 """Options with which models ask for sliding windows, capped scores or attention sinks."""
 
-KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
-"""One kernel for micro-batches of any length. ROWS_GUARANTEED_SAFE must stay off, although every token sees itself: the
-kernel goes through the keys tile by tile, and with that option a token that sees no key of its first tile gets NaN."""
+FLASH_PACKAGE = "flash-attn-4[cu13]==4.0.0b36"
+"""The version whose kernels were compiled for the trees' mask."""
+
+KERNELS: dict[str, Any] = {
+    "triton": {"BACKEND": "TRITON", "IS_DIVISIBLE": True},
+    "flash": {"BACKEND": "FLASH"},
+}
+"""Options of ``flex_attention`` by ATTENTION_KERNEL, one kernel for micro-batches of any length.
+
+Rows are whole tiles (``TreeMask.row_length``), but with lengths that are variables torch would not know it, and would
+compare each pair with the row's end: IS_DIVISIBLE says so. ROWS_GUARANTEED_SAFE must stay off, although every token
+sees itself: the kernel goes through the keys tile by tile, and with that option a token that sees no key of its first
+tile gets NaN."""
+
+GRAPHS = 64
+"""Most graphs that a process compiles of the layers, and of each function of logits. Policy, reference and critic count
+together. torch's own limit is 8."""
+
+HOPPER = (9, 0)
+"""The compute capability of H100 and H200."""
+ON_HOPPER: dict[int, dict[str, int]] = {64: {"fwd_num_warps": 8}, 128: {"fwd_BLOCK_N": 128, "fwd_num_stages": 2}}
+"""Options of the Triton kernel by the width of bfloat16 heads, which the counts in docs/gpus.md prefer to torch's own.
+
+With torch's 4 warps for heads of 64 the forward kernel spills registers, and a multiprocessor has room for these 4
+only; with 8 it spills none and has room for 8. For heads of 128, tiles of 128 keys need a fifth fewer instructions."""
+
+_chosen: dict[str, Any] = {"kernel": "triton", "capability": None}
+"""The kernel of this process and the compute capability of its card; see ``choose_kernel``."""
+
+
+def choose_kernel(kernel: str) -> None:
+    """Choose the kernel of attention for this process's GPU, before the layers are compiled.
+
+    Raises:
+        ConfigurationError: its package is not installed, or it does not know the card.
+    """
+    capability = torch.cuda.get_device_capability()
+    if kernel == "flash":
+        if find_spec("flash_attn") is None:
+            raise ConfigurationError(
+                f"ATTENTION_KERNEL=flash: the package flash-attn-4 is missing; `pip install '{FLASH_PACKAGE}'` in the "
+                "trainer's environment, or set ATTENTION_KERNEL=triton"
+            )
+        if capability < HOPPER:
+            raise ConfigurationError(
+                f"ATTENTION_KERNEL=flash: the card has compute capability {capability[0]}.{capability[1]}, and the "
+                "kernel needs 9.0 (H100) or newer; set ATTENTION_KERNEL=triton"
+            )
+    _chosen.update(kernel=kernel, capability=capability)
+
+
+def kernel_options(width: int, dtype: torch.dtype) -> Any:
+    """Return the options of ``flex_attention`` for heads of ``width`` numbers."""
+    options = KERNELS[_chosen["kernel"]]
+    if (_chosen["kernel"], _chosen["capability"], dtype) == ("triton", HOPPER, torch.bfloat16):
+        options = options | ON_HOPPER.get(width, {})
+    return options
 
 
 class SharedLayout(NamedTuple):
@@ -138,8 +193,9 @@ def _attend(
 ) -> Tensor:
     """Return the attention [1, T, H, D]; see ``tree_attention``."""
     if isinstance(layout, BlockMask):
+        options = kernel_options(query.shape[-1], query.dtype)
         output = flex_attention(
-            query, key, value, block_mask=layout, scale=scaling, enable_gqa=True, kernel_options=KERNEL_OPTIONS
+            query, key, value, block_mask=layout, scale=scaling, enable_gqa=True, kernel_options=options
         )
         return output.transpose(1, 2)
     return _in_blocks(query, key, value, scaling, layout)

@@ -10,6 +10,7 @@ change it by up to 0.06.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithm.teachers import jensen_shannon
+from trainer.model.attention import GRAPHS
 
 CPU_CHUNK = 256
 """States whose logits exist at the same time on a CPU: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep
@@ -28,10 +30,6 @@ matrix products fast."""
 LEAST_CUDA_CHUNK, CUDA_MEMORY_SHARE = 2048, 32
 """On CUDA a chunk's float32 logits take a 32nd of the device's memory, and a chunk has 2,048 states or more. Each chunk
 reads and writes the float32 gradient of the output embedding, which with few states takes longer than its products."""
-
-GRAPHS = 64
-"""Most graphs that a process compiles of its layers, and of each function of the head; policy, reference, teachers and
-critic count together. torch's own limit is 8."""
 
 
 def token_logprobs(
@@ -130,16 +128,19 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalisers, entropies = (logprobs.new_empty(len(hidden)) for _ in range(2))
-        head, log_p = _Head(hidden, weight, chunk_tokens), None
-        normalise = _fused(_normalise, hidden.device)
+        head, chunk = _Head(hidden, weight, chunk_tokens), None
+        measure = _fused(_measure, hidden.device)
         for rows in _chunks(hidden, chunk_tokens):
-            log_p = head.logits(rows, temperature)
-            normalisers[rows], entropies[rows] = normalise(log_p, head.buffer(log_p))
-            places, is_here = _places(log_p, rows, targets, state_ids)
-            logprobs = torch.where(is_here, log_p.view(-1)[places], logprobs)
+            chunk = head.logits(rows, temperature)
+            buffer = head.buffer(chunk)
+            normalisers[rows], entropies[rows] = measure(chunk) if buffer is None else _normalise(chunk, buffer)
+            places, is_here = _places(chunk, rows, targets, state_ids)
+            logprobs = torch.where(is_here, chunk.view(-1)[places], logprobs)
+        if not head.is_on_cpu:
+            logprobs = logprobs - normalisers[state_ids]
         ctx.save_for_backward(hidden, weight, targets, state_ids, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.last = head, log_p
+        ctx.last = head, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropies[state_ids]
 
@@ -155,14 +156,14 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         # The first backward pass uses up the last chunk; another backward pass computes all logits again.
-        head, log_p = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens), None)
+        head, chunk = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens), None)
         ctx.last = None
         differentiate = _fused(_differentiate, hidden.device)
         for rows in reversed(_chunks(hidden, ctx.chunk_tokens)):
-            shift = None if log_p is not None else normalisers[rows, None]
-            log_p = head.logits(rows, ctx.temperature) if log_p is None else log_p
+            shift = None if chunk is not None and head.is_on_cpu else normalisers[rows, None]
+            chunk = head.logits(rows, ctx.temperature) if chunk is None else chunk
             of_entropy = None if entropy_gradient is None else (entropies[rows, None], entropy_gradient[rows, None])
-            gradient = differentiate(log_p, shift, by_state[rows, None], of_entropy, head.buffer(log_p))
+            gradient = differentiate(chunk, shift, by_state[rows, None], of_entropy, head.buffer(chunk))
             places, is_here = _places(gradient, rows, targets, state_ids)
             gradient.view(-1).scatter_add_(0, places, logprob_gradient * is_here)
             if ctx.temperature != 1:
@@ -172,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 head.multiply(gradient, head.weight, hidden_gradient[rows])
             if weight_gradient is not None:
                 head.multiply(gradient.T, head.hidden[rows], weight_gradient, add=True)
-            log_p = None
+            chunk = None
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         if weight_gradient is not None:
@@ -226,10 +227,31 @@ def _places(chunk: Tensor, rows: slice, targets: Tensor, state_ids: Tensor) -> t
     return row.clamp(0, n_rows - 1) * vocabulary + targets, (row >= 0) & (row < n_rows)
 
 
-def _normalise(logits: Tensor, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+LONGEST_STRETCH, LEAST_STRETCH = 1024, 64
+"""Numbers of a row that a kernel holds in registers at the same time."""
+
+
+def _measure(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the normalisers [n] and the entropies [n] of logits [n, V], which a kernel reads once and leaves.
+
+    Each stretch of a row has a maximum, a sum of exponentials, and that sum weighted by the exponents; then these are
+    combined. A vocabulary that does not divide into stretches is read several times.
+    """
+    stretch = math.gcd(logits.shape[1], LONGEST_STRETCH)
+    parts = logits.unflatten(1, (-1, stretch if stretch >= LEAST_STRETCH else logits.shape[1]))
+    largest = parts.amax(2)
+    exponents = parts - largest[:, :, None]
+    sums, weighted = exponents.exp().sum(2), (exponents.exp() * exponents).sum(2)
+    shift = largest - largest.amax(1, keepdim=True)
+    total = (shift.exp() * sums).sum(1)
+    mean = (shift.exp() * (weighted + shift * sums)).sum(1) / total
+    return largest.amax(1) + total.log(), total.log() - mean
+
+
+def _normalise(logits: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Turn logits [n, V] into log-probabilities in place; return the normalisers [n] and the entropies [n].
 
-    ``buffer`` takes the probabilities; without it they are not written down.
+    ``buffer`` takes the probabilities.
     """
     normalisers = logits.logsumexp(1)
     log_p = logits.sub_(normalisers[:, None])
@@ -268,9 +290,10 @@ def _differentiate(
 
 @cache
 def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a function of logits [n, V] and others for a device: on CUDA as one kernel, without buffers."""
+    """Return a function of logits [n, V] and others for a device: on CUDA compiled, without buffers."""
     if device.type != "cuda":
         return function
+    # Each vocabulary has graphs of its own: with and without entropies, for one state and for more.
     compiled = torch.compile(  # type: ignore[call-overload]  # the overloads lack the limit
         function, dynamic=True, fullgraph=True, recompile_limit=GRAPHS
     )
@@ -296,7 +319,8 @@ class _Head:
         self._is_bfloat16 = weight.dtype == torch.bfloat16
         shape = (min(len(hidden), chunk_tokens), len(weight))
         self._logits = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-        self._other = torch.empty_like(self._logits) if hidden.device.type == "cpu" else None
+        self.is_on_cpu = hidden.device.type == "cpu"
+        self._other = torch.empty_like(self._logits) if self.is_on_cpu else None
 
     def logits(self, rows: slice, temperature: float) -> Tensor:
         """Return the logits of ``rows`` over the temperature, [n, V] float32; valid until the next call."""

@@ -32,9 +32,8 @@ from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import TrainerSettings
 from trainer.config.sections import SELECTIVE_BUDGET
-from trainer.model.attention import FAMILIES
+from trainer.model.attention import FAMILIES, GRAPHS, choose_kernel
 from trainer.model.loading import ValueHead
-from trainer.model.logprobs import GRAPHS
 from trainer.model.ranks import Ranks
 
 
@@ -171,7 +170,7 @@ def shard(
     """
     layers = _decoder_layers(decoder)
     if ranks.device.type == "cuda":
-        _check_kernels(decoder.config, chosen)
+        _check_kernels(decoder.config, chosen, settings)
         decoder.set_experts_implementation(GATHERED_EXPERTS)
         compile_layers(layers, settings)
     if has_checkpointing:
@@ -198,7 +197,7 @@ NARROWEST_HEAD = 16
 """The smallest size of a head that the kernel of attention has on GPUs."""
 
 
-def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
+def _check_kernels(config: PretrainedConfig, chosen: Compute, settings: TrainerSettings) -> None:
     """Refuse a model whose layers could not be compiled for a GPU."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width < NARROWEST_HEAD:
@@ -210,6 +209,10 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute) -> None:
         raise ConfigurationError(
             "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE and "
             "PUBLISH_TYPE to bfloat16"
+        )
+    if chosen.compute_type == "float32" and settings.attention_kernel == "flash":
+        raise ConfigurationError(
+            "ATTENTION_KERNEL=flash computes in bfloat16 only; set COMPUTE_TYPE=bfloat16 or ATTENTION_KERNEL=triton"
         )
 
 
@@ -223,6 +226,7 @@ def compile_layers(layers: Sequence[nn.Module], settings: TrainerSettings) -> No
     """
     is_selective = settings.activation_checkpointing == "selective"
     partitioner.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
+    choose_kernel(settings.attention_kernel)
     # By default an FSDP module's integers, such as the width of a head, become variables of the graph, for which torch
     # cannot make the attention's kernel; floats, such as the scale of adapters, become tensors on the host.
     dynamo.skip_fsdp_guards = False

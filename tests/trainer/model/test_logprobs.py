@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model import logprobs as module
-from trainer.model.logprobs import token_logprobs
+from trainer.model.logprobs import LEAST_STRETCH, _measure, token_logprobs
 
 N, U, D, V = 37, 29, 12, 53
 
@@ -123,6 +123,16 @@ def test_other_products_keep_their_precision() -> None:
     hidden, weight, targets = bfloat16_inputs()
     token_logprobs(hidden, weight, targets, STATES)[0].sum().backward()
     assert matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("vocabulary", [3 * LEAST_STRETCH, 4096, 53], ids=["stretches", "longest", "one"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
+def test_the_numbers_of_a_row_are_those_of_its_softmax(vocabulary: int, scale: float) -> None:
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(0)) * scale
+    exact = logits.double().log_softmax(1)
+    normalisers, entropies = _measure(logits)
+    torch.testing.assert_close(normalisers, (logits[:, 0].double() - exact[:, 0]).float())
+    torch.testing.assert_close(entropies, -(exact.exp() * exact).sum(1).float(), rtol=1e-5, atol=2e-6)
 
 
 def test_no_tokens_have_no_logprobs_and_no_gradient() -> None:
