@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -289,18 +289,17 @@ def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:
         )
 
 
-def before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> dict[str, Callable[[], list[str] | None]]:
-    """Return the checks of a run before its rows are read, by subject.
+def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> list[str]:
+    """Check a run as far as its rows do not matter; return the models that the hub did not answer about.
 
-    Each raises a ConfigurationError, or returns None or the models that the hub does not know.
+    Raises:
+        ConfigurationError: GPUs, engines, services, files, functions or models are wrong.
     """
-    return {
-        "GPUs": lambda: check_gpus(run),
-        "engines": lambda: check_engines(run, loaded),
-        "services and rewards": lambda: check_together(loaded, run.group),
-        "files, functions, judge and sandbox": lambda: check_own_code(run, loaded),
-        "models": lambda: unchecked_models(run, loaded),
-    }
+    check_gpus(run)
+    check_engines(run, loaded)
+    check_together(loaded, run.group)
+    check_own_code(run, loaded)
+    return unchecked_models(run, loaded)
 
 
 def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:

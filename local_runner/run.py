@@ -146,12 +146,11 @@ def check(planned: LocalRun, console: Console, *, dry_run: bool = False, command
     Raises:
         ConfigurationError: a setting, a file, a function or the rows are wrong.
     """
-    nodes.check_gpus(planned)
     loaded = checks.load_all(planned)
-    *_, unchecked = [part() for part in checks.before_rows(planned, loaded).values()]
+    unchecked = checks.check_before_rows(planned, loaded)
     plan = Plan(planned, loaded, is_dry_run=dry_run)
     if dry_run:
-        plan.show(console, unchecked or [])
+        plan.show(console, unchecked)
     if dry_run and commands:
         _show_nodes(console, planned)
     for caution in plan.cautions():

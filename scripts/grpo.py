@@ -76,7 +76,7 @@ COMMANDS = {
     "doctor": Program(
         "local_runner.doctor",
         TRAINING,
-        ("grpo doctor", "grpo doctor --job-group jobgroup.yaml --env REWARD_FN=code --env-file my.env"),
+        ("grpo doctor",),
     ),
     "fork": Program(
         "local_runner.fork",

@@ -184,9 +184,8 @@ class Rehearsal:
         """Check what a dry run checks, with answers in the form ``right`` for the rewards, and the chat template."""
         with self.refusals(), run.planned(self.launch({}), RUN_ID) as planned:
             loaded = checks.load_all(planned)
-            for part in checks.before_rows(planned, loaded).values():
-                with self.refusals():
-                    part()
+            with self.refusals():
+                checks.check_before_rows(planned, loaded)
             settings = checks.settings_by_class(loaded)
             self.sources = len(settings["TrainerSettings"].by_source())
             for problem in _template_problems(self.small, settings):
