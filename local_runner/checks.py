@@ -199,12 +199,6 @@ def load_settings(run: LocalRun, task: TaskSpec, settings_class: type[S]) -> S:
         return settings_class.load()
 
 
-def as_keywords(message: str, others: Iterable[str]) -> str:
-    """Return ``message`` with the names of settings and the ``others`` as keywords of ``train``: in lower case."""
-    names = {*tasks_by_variable(), *others}
-    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda word: word[0].lower() if word[0] in names else word[0], message)
-
-
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:
     """Return whether a library or the system reads ``name``, and it is not a misspelt setting."""
     upper = name.upper()
@@ -213,17 +207,6 @@ def _is_foreign(name: str, settings: Iterable[str]) -> bool:
     if upper in SYSTEM or upper.endswith("_PROXY"):
         return True
     return upper.startswith(LIBRARIES) and not difflib.get_close_matches(upper, settings, 1, LIKE_A_SETTING)
-
-
-def setting_like(name: str) -> str | None:
-    """Return the setting that has a name or begins or ends with it, as MAX_STEPS for ``steps``; None without one."""
-    name = name.upper()
-    like = [
-        one
-        for one in sorted(tasks_by_variable())
-        if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
-    ]
-    return next(iter(difflib.get_close_matches(name, like, 1, 0.0)), None)
 
 
 @contextlib.contextmanager

@@ -209,7 +209,7 @@ def load_command(name: str) -> Any:
         program = importlib.import_module(COMMANDS[name].module)
     app = typer.Typer(add_completion=False)
     examples = "\n\n".join(["Examples:", *COMMANDS[name].examples])
-    app.command(name, cls=getattr(program, "Command", None), epilog=examples)(getattr(program, COMMANDS[name].function))
+    app.command(name, epilog=examples)(getattr(program, COMMANDS[name].function))
     return typer.main.get_command(app)
 
 

@@ -215,7 +215,7 @@ class Rehearsal:
             self.refusals(),
             run.planned(launch, RUN_ID) as planned,
         ):
-            outcome = run.start(planned, launch, Console(file=stream), hints=False, until=is_late)
+            outcome = run.start(planned, launch, Console(file=stream), is_late)
             if outcome.exit_code and outcome.failed is None and not is_late():
                 raise typer.Exit(outcome.exit_code)
             self._read(run_dir)

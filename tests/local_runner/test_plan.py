@@ -134,8 +134,6 @@ def test_a_plan_shows_what_will_be(terminal: Terminal, tiny_model: Path) -> None
     assert shown["where"] == "runs/mine, on this machine"
     assert shown["nodes"].startswith("ppo-trainer 2, data-server 1, rollout-server 1, ")
     assert not Path("runs").exists()
-    assert "python -m trainer" not in printed
-    assert "python -m trainer" in terminal.plan("--commands", **given)
 
 
 @pytest.mark.slow

@@ -136,12 +136,10 @@ def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, t
 
 def test_a_fork_is_refused_where_its_state_is_not_that_of_the_step(parent: Path, tmp_path: Path) -> None:
     run = RunFiles(parent)
-    with pytest.raises(ConfigurationError, match=r"--at 9: .*/runs/base has 4 steps"):
-        Fork(run, 9, []).check()
+    with pytest.raises(ConfigurationError, match=r"--at 3: .*/runs/base has no checkpoint .* those of the steps 2, 4;"):
+        Fork(run, 3, []).check()
     with pytest.raises(ConfigurationError, match="base exists; name the new run with --run-id"):
         Fork(run, AT, [], "base").check()
-    assert Fork(run, 3, []).start == AT
-    assert "steps 3 to 3 are run again from checkpoint step-000002" in Fork(run, 3, []).cost()
     config = orjson.loads((parent / "config.json").read_bytes())
     config["components"]["data-server"] = {"settings": {"curriculum": "balanced"}}
     (parent / "config.json").write_bytes(orjson.dumps(config))
