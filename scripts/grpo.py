@@ -125,7 +125,6 @@ COMMANDS = {
         ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",),
         "merge_adapter",
     ),
-    "push": Program("scripts.models", MODELS, ("grpo push grpo-20260131-120000 my-org/my-model --private",), "push"),
     "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
 }
 
@@ -136,9 +135,10 @@ OTHER_WORDS = {
     "resume": "grpo run --run-id",
     "eval": "grpo evaluate",
     "set": "grpo fork RUN --at STEP --env NAME=VALUE",
+    "push": "hf upload ORG/NAME RUN/model",
     "chaos": "python -m tests.chaos JOBGROUP, in a checkout,",
 }
-"""Commands of other programs and former ones of ours, and the commands that do the same."""
+"""Commands of other programs and former ones of ours, and what does the same."""
 
 
 def main() -> None:

@@ -67,7 +67,13 @@ def test_steps_are_printed_as_they_end(here):
         # Of an earlier attempt; then the total number of steps is known.
         await eventually(lambda: "training step 1" in here.printed())
         for step in (1, 2, 3):
-            record = {"step": step, "reward_mean": step / 10, "loss": 0.01, "seconds_generate": 1.5, "seconds_step": 2.0}
+            record = {
+                "step": step,
+                "reward_mean": step / 10,
+                "loss": 0.01,
+                "seconds_generate": 1.5,
+                "seconds_step": 2.0,
+            }
             with (RUN_DIR / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
             await eventually(lambda step=step: f"step {step}/3" in here.printed())
