@@ -50,7 +50,6 @@ def runs(tmp_path: Path) -> Path:
     """A directory with a finished run."""
     run = tmp_path / "mine"
     (run / "model").mkdir(parents=True)
-    (run / "reward.png").write_bytes(b"a picture")
     (run / "summary.json").write_text(json.dumps(SUMMARY))
     (run / "config.json").write_text(json.dumps({"components": {"ppo-trainer": TRAINER}}))
     return tmp_path

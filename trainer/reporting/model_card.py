@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,17 @@ from services.core.files import atomic_write
 from services.run_page.directory import Run
 
 CARD = "README.md"
-CURVE = "reward.png"
 _OF_THIS_RUN = ("shared_dir", "run_id", "log_level", "log_format", "model_name")
 """Settings that say nothing about the model, or stand elsewhere in the card."""
 _SECRET = "**********"
 
 
 def write_card(run_dir: Path) -> Path:
-    """Write the card of a finished run into its ``model`` directory, with the reward curve; return the card's path.
+    """Write the card of a finished run into its ``model`` directory; return the card's path.
 
     The card has no secret, because config.json has none, and no path of the machine beyond a file's name.
     """
     run = Run(run_dir)
-    if (run_dir / CURVE).exists():
-        shutil.copyfile(run_dir / CURVE, run_dir / "model" / CURVE)
     card = run_dir / "model" / CARD
     atomic_write(card, "\n".join(_card(run)).encode())
     return card
@@ -52,8 +48,6 @@ def _card(run: Run) -> Iterator[str]:
         f"(`ADVANTAGE={method}`, `LOSS={settings.get('loss', '')}`).\n"
     )
     yield from _table("| | before | after |\n|---|---|---|", _results(summary))
-    if (run.path / "model" / CURVE).exists():
-        yield f"![mean reward and accuracy by step]({CURVE})\n"
     yield "## Settings\n\nThose that differ from the defaults, by component:\n"
     yield from _table("| component | setting | value |\n|---|---|---|", _changed(run.components))
     yield "## Software\n"
