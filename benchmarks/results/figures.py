@@ -80,21 +80,9 @@ def difference(rows: Sequence[Row], base: Sequence[Row], measure: Measure) -> st
     return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})".replace("-0.000", "+0.000")
 
 
-def reward_of(budget: int | None, figure: str | None) -> Measure:
-    """Return the mean reward over a run's steps, or over its first ``budget`` generated tokens, or a figure of it."""
-
-    def measure(row: Row) -> float | None:
-        if figure:
-            return row["figures"].get(figure)  # type: ignore[no-any-return]
-        if budget is None:
-            return statistics.fmean(row["rewards"]) if row["rewards"] else None
-        left, total = budget, 0.0
-        for reward, tokens in zip(row["rewards"], row["tokens"], strict=True):
-            total += reward * min(tokens, left)
-            left -= min(tokens, left)
-        return total / (budget - left)
-
-    return measure
+def mean_reward(row: Row) -> float | None:
+    """Return the mean reward over a run's steps."""
+    return statistics.fmean(row["rewards"]) if row["rewards"] else None
 
 
 def reached(row: Row, reward: float) -> int | None:
@@ -127,12 +115,11 @@ def commonest_processor(rows: Iterable[Row]) -> str:
 
 def table(rows: Mapping[str, Sequence[Row]], base: str | None, args: argparse.Namespace) -> str:
     """Return a Markdown table of rows by name, without the columns that are empty; ``base`` is compared with."""
-    reward = reward_of(args.tokens, args.figure)
     processor = commonest_processor(row for runs in rows.values() for row in runs)
     lines: list[dict[str, object]] = []
     for name, runs in rows.items():
         line: dict[str, object] = {"": name, "seeds": len(runs)}
-        for measure, of, digits in ((args.figure or "reward", reward, 3), ("accuracy", itemgetter("accuracy"), 2)):
+        for measure, of, digits in (("reward", mean_reward, 3), ("accuracy", itemgetter("accuracy"), 2)):
             line[measure] = spread(map(of, runs), digits)
             line[f"{measure} minus {base}'s"] = difference(runs, rows[base], of) if base not in (None, name) else ""
         if base is None:
@@ -219,8 +206,6 @@ def main() -> None:
     parser.add_argument("--task", default="", help="the tasks that contain this text")
     parser.add_argument("--columns", nargs="+", default=[], help="further columns: names of a row's figures")
     parser.add_argument("--reached", type=float, help="a mean reward; adds the steps and seconds until it")
-    parser.add_argument("--figure", help="a row's figure, in place of the mean reward")
-    parser.add_argument("--tokens", type=int, help="mean rewards over so many generated tokens only")
     parser.add_argument("--draw", action="store_true", help="write docs/results/NAME-TASK.svg: rewards by step")
     parser.add_argument("--clock", action="store_true", help="write docs/results/NAME-clock.svg: rewards by seconds")
     args = parser.parse_args()
