@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import math
 import os
 import subprocess
@@ -268,17 +267,16 @@ def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:
         )
 
 
-def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> list[str]:
-    """Check a run as far as its rows do not matter; return the models that the hub did not answer about.
+def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> None:
+    """Check a run as far as its rows do not matter.
 
     Raises:
-        ConfigurationError: GPUs, engines, services, files, functions or models are wrong.
+        ConfigurationError: GPUs, engines, services, files or functions are wrong.
     """
     check_gpus(run)
     check_engines(run, loaded)
     check_together(loaded, run.group)
     check_own_code(run, loaded)
-    return unchecked_models(run, loaded)
 
 
 def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:
@@ -395,19 +393,6 @@ def _check_formula(reward: RewardSettings, trainer: TrainerSettings) -> None:
         raise ConfigurationError(
             f"REWARD_FN gives {', '.join(below)} a negative weight, which ADVANTAGE=maxrl cannot have"
         )
-
-
-def unchecked_models(run: LocalRun, loaded: Sequence[Loaded]) -> list[str]:
-    """Return the models that are neither directories nor known to the Hugging Face hub, because it does not answer.
-
-    Raises:
-        ConfigurationError: the hub answers that it has no such model.
-    """
-    named = ((getattr(settings, "model_name", None), task) for task, _, settings in loaded)
-    tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return list(tasks)
-    return [model for model, task in tasks.items() if not ask(run, task, "services.core.models", model)]
 
 
 def ask(run: LocalRun, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:

@@ -13,15 +13,13 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 
 from local_runner.launch import FILE, Launch, read_launch, recorded
 from local_runner.run import check, planned, standard_output, start
@@ -38,7 +36,7 @@ def main(
     at: Annotated[int, typer.Option(min=1, help="The last step in common, which has a checkpoint.")],
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE that the new run has instead. Repeatable.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the new run. Default: RUN-at-STEP.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show disk and command; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the command, and write nothing.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the new run directory, and start nothing.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
@@ -51,16 +49,6 @@ def main(
     fork.write()
     if launched is not None and not prepare:
         raise typer.Exit(fork.train(*launched, console).exit_code)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of the new run: its size, and what writes it. A link takes no room of its own."""
-
-    path: Path
-    size: int
-    write: Callable[[Path], object]
-    is_link: bool = False
 
 
 class Fork:
@@ -122,48 +110,25 @@ class Fork:
         curriculum = self.run.settings(Task.DATA_SERVER).get("curriculum", "off")
         return self.run.settings(Task.TRAINER).get("mode") == "async" or curriculum == "balanced"
 
-    def parts(self) -> Iterator[Part]:
-        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the step."""
+    def files(self) -> Iterator[tuple[Path, Callable[[Path, Path], object]]]:
+        """Yield the files that the new run takes over whole, each with the function that copies or links it."""
         steps = [step for step in saved_steps(self.parent / "groups") if step <= self.at]
         recorded = [self.parent / "groups" / f"step-{step:06d}" for step in steps]
-        for path in [*sorted(self.checkpoint.rglob("*")), *recorded]:
-            if path.is_file():
-                yield Part(path.relative_to(self.parent), path.stat().st_size, partial(_link, path), is_link=True)
-        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-            yield _part(name, _lines(self.parent / name, self.at))
+        yield from ((path, _link) for path in [*sorted(self.checkpoint.rglob("*")), *recorded] if path.is_file())
         folders = ["inputs", "tensorboard", "judge", *(["replay"] if self.state.get("replay_snapshot") else [])]
         folders += ["data", "collectors"] if self.is_ahead else []
         for path in [path for folder in folders for path in sorted((self.parent / folder).rglob("*"))]:
             if path.is_file() and not path.name.endswith(("-wal", "-shm", ".lock")):
-                copy = _copy_database if path.suffix == ".sqlite" else shutil.copyfile
-                yield Part(path.relative_to(self.parent), path.stat().st_size, partial(copy, path))
-
-    def disk(self) -> str:
-        """Return a sentence with the disk that the new run takes at first.
-
-        Raises:
-            ConfigurationError: there is not as much.
-        """
-        parts = [*self.parts()]
-        # A file system that has no hard links gets copies.
-        links, copies = (sum(part.size for part in parts if part.is_link is kind) for kind in (True, False))
-        free = shutil.disk_usage(self.parent).free
-        if copies > free:
-            raise ConfigurationError(f"the fork takes {decimal(copies)}, and {decimal(free)} are free; make room")
-        return (
-            f"{self.new.name} takes {decimal(copies)} of disk, and shares {decimal(links)} of checkpoint and records "
-            f"with {self.parent.name}; {decimal(free)} are free"
-        )
+                yield path, _copy_database if path.suffix == ".sqlite" else shutil.copyfile
 
     def describe(self, console: Console, *, is_prepared: bool = False) -> tuple[Launch, Path] | None:
-        """Check the fork, print its disk and command, and return the parent's command line and its directory.
+        """Check the fork, print its command, and return the parent's command line and its directory.
 
         Raises:
             ConfigurationError: it cannot be made, or unless ``is_prepared``, `grpo run` did not start the parent.
         """
         self.check()
         launched = read_launch(self.parent)
-        lines = [self.disk()]
         if launched is None and not is_prepared:
             raise ConfigurationError(
                 f"{self.parent} has no {FILE}, since `grpo run` did not start it. Give --prepare, and launch the job "
@@ -172,19 +137,21 @@ class Fork:
         if launched is not None:
             launched = replace(launched[0], shared_dir=self.parent.parent.parent), launched[1]
             changed = [word for change in self.changes for word in ("--env", change)]
-            lines.append("\n" + shlex.join([*launched[0].again(self.new.name), *changed]))
-        for line in lines:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            command = shlex.join([*launched[0].again(self.new.name), *changed])
+            console.print(command, soft_wrap=True, highlight=False, markup=False)
         return launched
 
     def write(self) -> None:
         """Write the new run directory under a hidden name, and rename it into place."""
         hidden = self.new.with_name(f".{self.new.name}.partial")
         remove_directory(hidden)
-        for part in self.parts():
-            (hidden / part.path).parent.mkdir(parents=True, exist_ok=True)
-            part.write(hidden / part.path)
-        hidden.mkdir(exist_ok=True)
+        for source, copy in self.files():
+            target = hidden / source.relative_to(self.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy(source, target)
+        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+            lines = _lines(self.parent / name, self.at)
+            (hidden / name).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
         record = {"parent": self.parent.name, "at": self.at, "changes": [*map(recorded, self.changes)]}
         write_json(hidden / FORK, record)
         hidden.rename(self.new)
@@ -204,11 +171,6 @@ class Fork:
         with contextlib.chdir(where), planned(launch, self.new.name) as run:
             check(run, console)
             return start(run, launch, console)
-
-
-def _part(name: str, lines: list[dict[str, Any]]) -> Part:
-    content = b"".join(orjson.dumps(line) + b"\n" for line in lines)
-    return Part(Path(name), len(content), lambda path: path.write_bytes(content))
 
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:

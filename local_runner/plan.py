@@ -22,7 +22,7 @@ from local_runner.nodes import LocalRun, gpus_of
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
-from services.data_server.settings import DataSettings, is_on_hub, is_path
+from services.data_server.settings import DataSettings, is_path
 from services.run_page.progress import counted
 
 READ_SECONDS = 600.0
@@ -142,7 +142,7 @@ class Plan:
         if refusal := self._needs.get("refusal"):
             raise ConfigurationError(refusal)
 
-    def show(self, console: Console, unchecked_models: Sequence[str]) -> None:
+    def show(self, console: Console) -> None:
         """Print the plan."""
         table = Table(show_header=False, title=f"run {self._run.run_id}", title_justify="left")
         table.add_column(style="bold")
@@ -150,12 +150,6 @@ class Plan:
         for name, value in self._lines():
             table.add_row(name, Text(value))
         console.print(table)
-        unchecked = [f"MODEL_NAME={model}" for model in unchecked_models]
-        for source, own in self._data.by_source().items() if self._data is not None else ():
-            if is_on_hub(own.dataset) and not self._rows_of(source):
-                unchecked.append(f"DATASET={own.dataset}")
-        if unchecked:
-            console.print(Text(f"not looked for on the Hugging Face hub: {', '.join(unchecked)}"), soft_wrap=True)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         trainer, data, reward = self._trainer, self._data, self._settings.get("RewardSettings")

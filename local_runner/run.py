@@ -10,13 +10,10 @@ import asyncio
 import contextlib
 import errno
 import io
-import signal
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -118,32 +115,25 @@ def check(planned: LocalRun, console: Console, *, dry_run: bool = False) -> None
         ConfigurationError: a setting, a file, a function or the rows are wrong.
     """
     loaded = checks.load_all(planned)
-    unchecked = checks.check_before_rows(planned, loaded)
+    checks.check_before_rows(planned, loaded)
     plan = Plan(planned, loaded, is_dry_run=dry_run)
     if dry_run:
-        plan.show(console, unchecked)
+        plan.show(console)
     for caution in plan.cautions():
         console.print(Text(f"note: {caution}", "yellow"), soft_wrap=True)
     if dry_run:
         plan.check()
 
 
-def start(
-    run: LocalRun,
-    launch: Launch,
-    console: Console,
-    until: Callable[[], bool] = lambda: False,
-) -> Outcome:
+def start(run: LocalRun, launch: Launch, console: Console) -> Outcome:
     """Run the group to its end, or say that nothing is left to do; return the outcome.
 
-    Signals that ask this process to end stop the run in order, and a second one at once. The caller's handlers are
-    restored afterwards. The run has an event loop in a thread of its own, because that of a notebook has one already.
+    Signals that ask this process to end stop the run in order, and a second one at once.
 
     Args:
         run: the run, which ``check`` found right.
         launch: the command line that started it.
         console: where all output goes.
-        until: stops the run as Ctrl-C does once it returns True.
 
     Raises:
         ConfigurationError: the run directory cannot be written, or another runner works in it.
@@ -159,7 +149,7 @@ def start(
         process = psutil.Process()
         files.record_nodes(Nodes(process.pid, process.create_time(), run.addresses.endpoints, mark=run.mark))
         launch.record(run.run_dir)
-        outcome = _supervise(run, console, until)
+        outcome = asyncio.run(_supervise(run, console))
         try:
             write_json(run.run_dir / OUTCOME, asdict(outcome))
         except OSError as error:
@@ -204,58 +194,21 @@ def _show_end(
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
-def _supervise(run: LocalRun, console: Console, until: Callable[[], bool]) -> Outcome:
-    """Run the group to its end in a thread of its own, which the signals of this process stop, and show it."""
-    loop = asyncio.new_event_loop()
+async def _supervise(run: LocalRun, console: Console) -> Outcome:
+    """Run the group to its end, which the signals of this process bring about, and show it."""
     view = View(run, console)
-    with ThreadPoolExecutor(1) as thread:
-        supervisor = Supervisor(run, view.state)
-
-        def work() -> Outcome:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                return runner.run(_run_watched(run, supervisor, view, until))
-
-        def stop(number: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, because the run has just ended
-                loop.call_soon_threadsafe(supervisor.stop, number)
-
-        with _stop_requests(stop):
-            try:
-                return thread.submit(work).result()
-            finally:
-                machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
-
-
-async def _run_watched(run: LocalRun, supervisor: Supervisor, view: View, until: Callable[[], bool]) -> Outcome:
+    supervisor = Supervisor(run, view.state)
+    loop = asyncio.get_running_loop()
+    for number in stop_signals():
+        loop.add_signal_handler(number, supervisor.stop, number)
     watcher = asyncio.create_task(_watch(run, view))
     watcher.add_done_callback(view.lost_watcher)
-    stopper = asyncio.create_task(_stop_when(until, supervisor))
     try:
         return await supervisor.run()
     finally:
-        for task in (watcher, stopper):
-            task.cancel()
-        await asyncio.gather(watcher, stopper, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _stop_requests(stop: Callable[[int], None]) -> Iterator[None]:
-    """Call ``stop`` with each signal that asks this process to end; a thread other than the main one gets none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda number, _: stop(number)) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def _stop_when(condition: Callable[[], bool], supervisor: Supervisor) -> None:
-    while not condition():  # noqa: ASYNC110  # such as a file that another process writes
-        await asyncio.sleep(POLL_SECONDS)
-    supervisor.stop(signal.SIGINT)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
 
 
 async def _watch(run: LocalRun, view: View) -> None:

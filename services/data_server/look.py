@@ -42,7 +42,7 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
     if "--rows" in sys.argv or not Path(settings.model_name or "").expanduser().is_dir():
         settings = settings.model_copy(update={"model_name": None})
     on_hub = is_on_hub(settings.dataset)
-    if on_hub and not models.is_listed(hub_name(settings)[0], "dataset"):
+    if on_hub and not models.is_dataset_listed(hub_name(settings)[0]):
         return {}
     dataset = load(settings, source, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))

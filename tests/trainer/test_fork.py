@@ -111,21 +111,15 @@ def test_a_fork_ends_with_the_weights_of_its_run_only_with_all_of_its_state(
     assert [line["step"] for line in fork.metrics] == [1, 2, 3, 4]
 
 
-def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, tmp_path: Path) -> None:
+def test_a_fork_shares_what_nobody_writes(parent: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     fork = Fork(RunFiles(parent), AT, ["LOSS=cispo"], "fork")
     fork.check()
-    told = fork.disk()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing was written to say so"
-    assert told.startswith("fork takes ")
-    assert " and records with base; " in told
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "a check writes nothing"
     fork.write()
     files = [path for path in fork.new.rglob("*") if path.is_file()]
     shared = {path for path in files if path.stat().st_nlink == 2}
     assert {path.relative_to(fork.new).parts[0] for path in shared} == {"checkpoints", "groups"}
-    assert sum(path.stat().st_size for path in shared) == sum(part.size for part in fork.parts() if part.is_link)
-    copied = sum(path.stat().st_size for path in files if path not in shared and path.name != "fork.json")
-    assert copied == sum(part.size for part in fork.parts() if not part.is_link)
     assert sorted(path.name for path in fork.new.glob("groups/*")) == ["step-000001", "step-000002"]
     assert orjson.loads((fork.new / "fork.json").read_bytes()) == {
         "parent": "base",
