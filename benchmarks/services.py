@@ -45,8 +45,6 @@ def reward_figures(args: argparse.Namespace) -> Iterator[Figure]:
         stopped = sum(reply["status"] == "over_limit" for reply in replies)
         assert stopped == len(mixed) // 100, f"{stopped} of {len(mixed)} answers exceeded the limit"
         yield Figure("1 in 100 hostile", len(mixed) / seconds, "1/s")
-        latencies = asyncio.run(_plain_among_hostile(service.port, 20 if args.quick else 60))
-        yield percentile("plain answer among hostile ones", 99, latencies)
         yield Figure("memory, workers included", service.memory_mb(), "MB")
 
 
@@ -63,22 +61,6 @@ def _score(port: int, items: Sequence[dict[str, str]]) -> tuple[float, list[dict
     bodies = [orjson.dumps({"items": items[start : start + ITEMS]}) for start in range(0, len(items), ITEMS)]
     seconds, replies = asyncio.run(send_all(port, min(4, len(bodies)), "/batch_reward", bodies))
     return seconds, [reward for reply in replies for reward in orjson.loads(reply)["rewards"]]
-
-
-async def _plain_among_hostile(port: int, hostile: int) -> list[float]:
-    """Return the milliseconds of single plain requests while hostile completions keep every worker busy."""
-    body = orjson.dumps(_plain(5))
-    latencies: list[float] = []
-    items = orjson.dumps({"items": [_hostile(8, i) for i in range(hostile)]})
-    async with connect(port) as connection, connect(port) as other:
-        busy = asyncio.create_task(other.request("POST", "/batch_reward", items))
-        while not busy.done():
-            started = time.perf_counter()
-            await connection.request("POST", "/reward", body)
-            latencies.append(1e3 * (time.perf_counter() - started))
-            await asyncio.sleep(0.005)
-        await busy
-    return latencies
 
 
 CLIENTS = 50

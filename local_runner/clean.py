@@ -25,8 +25,6 @@ from services.run_page.directory import RUNS, Run, all_runs, find_run
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
-GROUPS = "groups"
-"""The directory with the recorded groups of a run, from which others can be trained: --keep-model leaves it."""
 
 
 def main(
@@ -113,9 +111,6 @@ def _remove(console: Console, one: Listed, *, keep_model: bool) -> None:
     left = one.run.usage()[0] if keep_model else 0
     what = f"{' and '.join(PARTS)} of {one.path}" if keep_model else str(one.path)
     console.print(f"removed {what}, {decimal(one.size - left)}", soft_wrap=True, highlight=False)
-    if (groups := one.path / GROUPS).exists():
-        kept = f"kept {groups}, {decimal(one.run.usage(GROUPS)[0])}, for `grpo groups`; remove it by hand"
-        console.print(kept, soft_wrap=True, highlight=False)
 
 
 def _print_runs(console: Console, runs: list[Listed]) -> None:

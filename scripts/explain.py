@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,14 +128,6 @@ def show(console: Console, explained: Explanation) -> None:
     line(f"{explained.without_advantage} trained tokens have advantage 0")
     sampled = ", ".join(f"{version}: {count}" for version, count in explained.versions.items())
     line(f"trained tokens by the policy version that sampled them: {sampled}")
-    shares = defaultdict[str, float](float)
-    for group in explained.groups:
-        shares[group.source] += group.share
-    if len(shares) > 1:
-        table = _table(console, "gradient by source", "source", "share")
-        for source, share in sorted(shares.items()):
-            table.add_row(Text(source), f"{share:.1%}")
-        console.print(table)
     table = _table(console, "gradient by group", "group", "norm", "share", "rewards", "versions", "silenced", "prompt")
     for group in explained.groups:
         table.add_row(*_row(group))

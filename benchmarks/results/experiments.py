@@ -140,12 +140,6 @@ SHORTER = {
 }
 """Steps of the tiny task that take the processor time of its 40 without replay."""
 
-ENGINES = {
-    "float32 engine": {},
-    "bfloat16 engine": {"ENGINE_DTYPE": "bfloat16"},
-    "bfloat16 engine, ratio to the policy that sampled": {"ENGINE_DTYPE": "bfloat16"} | AROUND_SAMPLER,
-}
-
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 METHODS: dict[str, Settings] = {
@@ -270,10 +264,6 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("tiny", TINY, range(5), REPLAY | SHORTER),
         *runs("tiny, learning rate 2e-3", at("2e-3"), range(5), REPLAY | SHORTER),
         *runs("demo", DEMO, range(3), REPLAY),
-    ],
-    "rounding": [
-        *runs("clipped", TINY, range(5), ENGINES),
-        *runs("GSPO", {**TINY, "LOSS": "gspo"}, range(5), ENGINES),
     ],
     "methods": [
         *runs("tiny, choice of rates", TINY, range(100, 102), TRIED),

@@ -165,21 +165,6 @@ def draw_curves(rows: Sequence[Row], task: str, name: str) -> Path:
     return _saved(figure, name)
 
 
-def draw_clock(rows: Sequence[Row], task: str, name: str) -> Path:
-    """Draw a task's rewards by the seconds of its steps, a line a seed, on the processor that made most of them."""
-    figure = _figure(name, (8, 3.6))
-    axes = figure.subplots()
-    timed = [row for row in rows if row["processor"] == commonest_processor(rows)]
-    for number, (variant, runs) in enumerate(by_name(timed, "variant").items()):
-        for place, row in enumerate(runs):
-            label = "_" if place else variant  # One line of the variant has a place in the legend.
-            seconds = np.cumsum(row["seconds"])
-            axes.plot(seconds, row["rewards"], linewidth=1.2, color=f"C{number}", alpha=0.8, label=label)
-    axes.set(xlabel="seconds of steps", ylabel="mean reward", title=task, xlim=(0, None), ylim=(0, 1))
-    axes.legend(loc="lower right", fontsize="small")
-    return _saved(figure, name)
-
-
 def _figure(name: str, size: tuple[float, float]) -> Figure:
     import matplotlib
     from matplotlib.figure import Figure
@@ -207,7 +192,6 @@ def main() -> None:
     parser.add_argument("--columns", nargs="+", default=[], help="further columns: names of a row's figures")
     parser.add_argument("--reached", type=float, help="a mean reward; adds the steps and seconds until it")
     parser.add_argument("--draw", action="store_true", help="write docs/results/NAME-TASK.svg: rewards by step")
-    parser.add_argument("--clock", action="store_true", help="write docs/results/NAME-clock.svg: rewards by seconds")
     args = parser.parse_args()
     file = Path(args.name) if args.name.endswith(".jsonl") else KEPT / f"{args.name}.jsonl"
     tasks = by_name((row for row in read_records(file) if args.task in row["task"]), "task")
@@ -222,8 +206,6 @@ def main() -> None:
         if args.draw:
             name = re.sub(r"\W+", "-", task.lower()).strip("-")
             print(draw_curves([row for row in rows if len(row["rewards"]) > 1], task, f"{file.stem}-{name}"))
-        if args.clock:
-            print(draw_clock(rows, task, f"{file.stem}-clock"))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
     }
     if "--items" in sys.argv:
         _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
-    numbers = {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
-    return numbers | {"shadowed": list(dataset.rows.shadowed)}
+    return {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
 
 
 def _write_items(dataset: Dataset, path: Path) -> None:

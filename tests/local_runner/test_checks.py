@@ -198,7 +198,7 @@ def test_agents_and_environments_are_looked_for(here, capfd):
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Door"], "Doors"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game"], "my_game:Doors"),
         (ENVIRONMENT, ["ENVIRONMENT=nothing"], "ENVIRONMENT"),
-        (ENVIRONMENT, ["ENVIRONMENT=recipes.wordle:Wordle"], None),
+        (ENVIRONMENT, ["ENVIRONMENT=my_game:Doors"], None),
     ):
         code, error = told(capfd, *env, job_group=job_group)
         assert (code, (named or "") in error) == (78 if named else 0, True), (env, error)

@@ -130,8 +130,6 @@ def test_a_plan_shows_what_will_be(terminal: Terminal, tiny_model: Path) -> None
     assert re.fullmatch(r"[\d.]+ [MG]B of each trainer node; there is [\d.]+ GB", shown["memory"])
     sizes = r"[\d.]+ [kMG]B \(checkpoints .*, versions .*, model .*, recorded groups .*\); there is [\d.]+ [MG]B"
     assert re.fullmatch(sizes, shown["disk"])
-    assert shown["recorded groups"] == "of the last 1000 steps (RECORD_GROUPS)"
-    assert shown["where"] == "runs/mine, on this machine"
     assert shown["nodes"].startswith("ppo-trainer 2, data-server 1, rollout-server 1, ")
     assert not Path("runs").exists()
 
@@ -309,10 +307,3 @@ def test_sources_that_cannot_run_are_refused_before_the_run(here: Path, terminal
 def test_a_held_out_file_belongs_to_a_source(terminal: Terminal) -> None:
     refusal = terminal.refusal("--small", SOURCES="mix.yaml", MAX_STEPS=4, DATASET_TEST="sums.jsonl")
     assert "DATASET_TEST is set, but each source" in refusal
-
-
-def test_a_column_with_a_reserved_name_is_told_with_the_way_to_it(here: Path, terminal: Terminal) -> None:
-    write(here / "chats.jsonl", [{"question": f"q{i}", "answer": i, "messages": [], "level": 1} for i in range(90)])
-    (here / "mine.py").write_text("def check(response, level):\n    return 1.0\n")
-    printed = terminal.plan("--small", DATASET="chats.jsonl", REWARD_FN="mine:check")
-    assert "columns messages of DATASET reach rewards only by `row`, as row['messages']" in printed
