@@ -25,7 +25,7 @@ FROM python AS trainer
 # NCCL loads these for InfiniBand and RoCE; without them it uses TCP.
 RUN apt-get update && apt-get install -y --no-install-recommends \
     libibverbs1 ibverbs-providers librdmacm1 && rm -rf /var/lib/apt/lists/*
-RUN pip install --no-cache-dir --constraint constraints.txt 'torch==2.14.1' '.[trainer,trackio,mlflow,evaluation]'
+RUN pip install --no-cache-dir --constraint constraints.txt 'torch==2.14.1' '.[trainer,trackio,evaluation]'
 RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
 WORKDIR /root
 
@@ -44,6 +44,6 @@ WORKDIR /root
 FROM rollout AS colocated
 WORKDIR /tmp/checkout
 RUN python -m venv /opt/trainer && /opt/trainer/bin/pip install --no-cache-dir 'setuptools>=77'
-RUN /opt/trainer/bin/pip install --no-cache-dir --constraint constraints.txt 'torch==2.14.1' '.[trainer,rollout,trackio,mlflow,evaluation]'
+RUN /opt/trainer/bin/pip install --no-cache-dir --constraint constraints.txt 'torch==2.14.1' '.[trainer,rollout,trackio,evaluation]'
 RUN PIP_NO_INDEX=1 /opt/trainer/bin/pip install --no-deps --force-reinstall . && /opt/trainer/bin/pip uninstall --yes skypilot-grpo
 WORKDIR /root

@@ -1,5 +1,5 @@
 """GRPO post-training of language models; ``train`` runs a job group on this machine."""
 
-from .local_runner.train import Job, Run, RunError, train
+from .local_runner.train import Run, RunError, train
 
-__all__ = ["Job", "Run", "RunError", "train"]
+__all__ = ["Run", "RunError", "train"]

@@ -1,9 +1,8 @@
 """The gateway with engines that cost nothing: calls a second, and the time that it adds to an engine's.
 
-64 sessions at once play episodes of 4 turns with a tool, whose prompts grow from about 350 to 1,000 tokens; then 1,000
-sessions play 20 turns, whose prompts grow to 7,550. Every call is on the disk before it is answered. Gateway, engine
-and load are three processes that share the machine's cores. A latency counts from the request to the whole reply, less
-the engine's fixed time: none in the first load, 1.2 s in the second. Each session calls again at once.
+1,000 sessions at once play episodes of 20 turns with a tool, whose prompts grow from about 350 to 7,550 tokens. Every
+call is on the disk before it is answered. Gateway, engine and load are three processes that share the machine's cores.
+A latency counts from the request to the whole reply, less ENGINE_SECONDS. Each session calls again at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,12 @@ from benchmarks import job, load
 from benchmarks.load import Connection, Figure, Service, connect, percentile
 from services.core.endpoints import ENDPOINTS_VARIABLE
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The conversations of a load."""
-
-    sessions: int = 64
-    """Sessions at once."""
-    turns: int = 4
-    """Calls of a session."""
-    paragraphs: int = 5
-    """Paragraphs of what an agent adds between two calls, each of 22 tokens."""
-    engine_seconds: float = 0.0
-    """The engine's time for an answer."""
-
-
-MANY = Shape(sessions=1000, turns=20, paragraphs=13, engine_seconds=1.2)
-"""Agents at scale; an engine that has 1,000 answers of 60 tokens under way takes 1.2 s for each."""
+TURNS = 20
+"""Calls of a session."""
+PARAGRAPHS = 13
+"""Paragraphs of what an agent adds between two calls, each of 22 tokens."""
+ENGINE_SECONDS = 1.2
+"""The engine's time for an answer; one that has 1,000 answers of 60 tokens under way takes as long for each."""
 TEMPLATE = job.ROOT / "tests/services/gateway/templates/qwen2.5.jinja"
 
 TEXT = {"type": "string", "description": "The title of the article."}
@@ -65,7 +53,8 @@ class Sessions:
 
     name: str
     port: int
-    shape: Shape
+    count: int
+    """Sessions at once."""
     milliseconds: list[float] = field(default_factory=list)
     """Latencies of the calls."""
     seconds: float = 0.0
@@ -75,37 +64,35 @@ class Sessions:
     tokens: int = 0
     """Tokens of the last session."""
 
-    async def run(self, waves: int) -> None:
-        """Play ``waves`` episodes in each session's place, one after the other."""
-        for wave in range(waves):
-            async with connect(self.port) as connection:
-                for place in range(self.shape.sessions):
-                    request = {"id": f"{self.name}-{wave}-{place}", "seed": place}
-                    await connection.request("POST", "/sessions", orjson.dumps(request))
-            started = time.perf_counter()
-            await asyncio.gather(*(self._episode(wave, place) for place in range(self.shape.sessions)))
-            self.seconds += time.perf_counter() - started
-            async with connect(self.port) as connection:
-                began = time.perf_counter()
-                for place in range(self.shape.sessions):
-                    path = f"/sessions/{self.name}-{wave}-{place}/finish"
-                    trace = orjson.loads(await connection.request("POST", path))
-                    assert trace["turns"] == self.shape.turns
-                    [sequence] = trace["sequences"]  # else a conversation was broken
-                self.tracing += time.perf_counter() - began
-                self.tokens = len(sequence["prompt_ids"]) + len(sequence["completion_ids"])
+    async def run(self) -> None:
+        """Play an episode in each session."""
+        async with connect(self.port) as connection:
+            for place in range(self.count):
+                request = {"id": f"{self.name}-{place}", "seed": place}
+                await connection.request("POST", "/sessions", orjson.dumps(request))
+        started = time.perf_counter()
+        await asyncio.gather(*map(self._episode, range(self.count)))
+        self.seconds = time.perf_counter() - started
+        async with connect(self.port) as connection:
+            began = time.perf_counter()
+            for place in range(self.count):
+                trace = orjson.loads(await connection.request("POST", f"/sessions/{self.name}-{place}/finish"))
+                assert trace["turns"] == TURNS
+                [sequence] = trace["sequences"]  # else a conversation was broken
+            self.tracing = time.perf_counter() - began
+            self.tokens = len(sequence["prompt_ids"]) + len(sequence["completion_ids"])
 
-    async def _episode(self, wave: int, place: int) -> None:
+    async def _episode(self, place: int) -> None:
         messages: list[dict[str, Any]] = [
             {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"Where does river {wave}-{place} end? " + PARAGRAPH * 4},
+            {"role": "user", "content": f"Where does river {place} end? " + PARAGRAPH * 4},
         ]
         async with connect(self.port) as connection:
-            for turn in range(self.shape.turns):
-                message = await self._call(connection, f"{self.name}-{wave}-{place}", messages)
+            for turn in range(TURNS):
+                message = await self._call(connection, f"{self.name}-{place}", messages)
                 messages.append(message)
                 # Another one for each call.
-                text = f"Article {wave}-{place}-{turn}. " + PARAGRAPH * self.shape.paragraphs
+                text = f"Article {place}-{turn}. " + PARAGRAPH * PARAGRAPHS
                 if calls := message.get("tool_calls"):
                     messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": text})
                 else:
@@ -120,8 +107,8 @@ class Sessions:
         return message
 
 
-async def answer(seconds: float, replies: Sequence[str], reader: Any, writer: Any) -> None:
-    """Answer the requests of a connection one after the other, /generate after ``seconds`` with one of ``replies``."""
+async def answer(replies: Sequence[str], reader: Any, writer: Any) -> None:
+    """Answer the requests of a connection in turn, /generate after ENGINE_SECONDS with one of ``replies``."""
     try:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -129,7 +116,7 @@ async def answer(seconds: float, replies: Sequence[str], reader: Any, writer: An
             body = await reader.readexactly(int(length or 0))
             reply = b'{"success": true, "weight_version": "3", "is_generation": true}'
             if head.split(b" ", 2)[1] == b"/generate":
-                await asyncio.sleep(seconds)
+                await asyncio.sleep(ENGINE_SECONDS)
                 reply = replies[zlib.crc32(body) % len(replies)].encode()
             start = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(reply)
             writer.write(start + reply)
@@ -137,27 +124,27 @@ async def answer(seconds: float, replies: Sequence[str], reader: Any, writer: An
         writer.close()
 
 
-def serve(port: int, seconds: float, replies: Sequence[str]) -> None:
+def serve(port: int, replies: Sequence[str]) -> None:
     """Serve an engine that costs nearly nothing, in a process of its own."""
 
     async def run() -> None:
-        async with await asyncio.start_server(partial(answer, seconds, replies), "127.0.0.1", port, backlog=1024):
+        async with await asyncio.start_server(partial(answer, replies), "127.0.0.1", port, backlog=1024):
             await asyncio.Event().wait()
 
     uvloop.run(run())
 
 
 @contextmanager
-def gateway(model: Path, directory: str | None, engine_seconds: float) -> Iterator[Service]:
-    """Run the gateway and an engine that answers after ``engine_seconds``."""
+def gateway(model: Path) -> Iterator[Service]:
+    """Run the gateway and the engine."""
     with ExitStack() as stack:
         port = load.free_port()
         replies = orjson.loads((model / "replies.json").read_bytes())
-        engine = multiprocessing.get_context("spawn").Process(target=serve, args=(port, engine_seconds, replies))
+        engine = multiprocessing.get_context("spawn").Process(target=serve, args=(port, replies))
         engine.start()
         stack.callback(engine.terminate)
         endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
-        kept = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
+        kept = stack.enter_context(tempfile.TemporaryDirectory())
         environment = {
             "MODEL_NAME": str(model),
             "GATEWAY_DIR": kept,
@@ -188,37 +175,31 @@ def write_model(source: str, model: Path) -> None:
     (model / "replies.json").write_bytes(orjson.dumps(replies))
 
 
-def figures(model: Path, directory: str | None, shape: Shape, waves: int) -> Iterator[Figure]:
-    """Measure a load of the gateway, after a small one that compiles templates."""
-    with gateway(model, directory, shape.engine_seconds) as process:
-        uvloop.run(Sessions("first", process.port, replace(shape, sessions=8)).run(1))
-        sessions, before = Sessions("next", process.port, shape), process.cpu_seconds()
-        uvloop.run(sessions.run(waves))
+def figures(model: Path, count: int) -> Iterator[Figure]:
+    """Measure the load of ``count`` sessions, after a small one that compiles templates."""
+    with gateway(model) as process:
+        uvloop.run(Sessions("first", process.port, 8).run())
+        sessions, before = Sessions("next", process.port, count), process.cpu_seconds()
+        uvloop.run(sessions.run())
         used, calls = process.cpu_seconds() - before, len(sessions.milliseconds)
         yield Figure("calls", calls / sessions.seconds, "1/s")
         yield Figure("tokens of a session", sessions.tokens, "")
         for share in (50, 99):
-            added = [latency - 1e3 * shape.engine_seconds for latency in sessions.milliseconds]
-            yield percentile("added", share, added)
+            yield percentile("added", share, [latency - 1e3 * ENGINE_SECONDS for latency in sessions.milliseconds])
         yield Figure("gateway's CPU a call, sessions included", 1e3 * used / calls, "ms")
-        yield Figure("a trace", 1e3 * sessions.tracing / shape.sessions / waves, "ms")
+        yield Figure("a trace", 1e3 * sessions.tracing / count, "ms")
         yield Figure("gateway's memory", process.memory_mb(), "MB")
 
 
 def main() -> None:
-    """Measure both loads in turn."""
+    """Measure the load."""
     parser = load.parser("gateway", __doc__)
     parser.add_argument("--model", default=".cache/models/smollm2-135m", help="whose tokenizer to use")
-    parser.add_argument("--directory", help="where the gateway writes; default the system's for new files")
     args = parser.parse_args()
+    count = 250 if args.quick else 1000
     with tempfile.TemporaryDirectory() as name:
         write_model(args.model, model := Path(name))
-        few, many = Shape(), replace(MANY, sessions=250) if args.quick else MANY
-        loads = {
-            "64 sessions of 4 turns": partial(figures, model, args.directory, few, 2 if args.quick else 8),
-            "1,000 sessions of 20 turns": partial(figures, model, args.directory, many, 1),
-        }
-        load.measure(loads, args)
+        load.measure({f"{count:,} sessions of {TURNS} turns": partial(figures, model, count)}, args)
 
 
 if __name__ == "__main__":

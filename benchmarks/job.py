@@ -103,7 +103,7 @@ def running(
         job_group: the job group's file, in the repository's root.
         nodes: how many nodes a task has, where it is not one.
     """
-    command = [sys.executable, "-m", "scripts.grpo", "run", str(ROOT / job_group), "--plain", "--small"]
+    command = [sys.executable, "-m", "scripts.grpo", "run", str(ROOT / job_group), "--small"]
     command += ["--shared-dir", str(directory), "--run-id", RUN_ID]
     for task, count in (nodes or {}).items():
         command += ["--num-nodes", f"{task}={count}"]

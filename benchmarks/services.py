@@ -45,8 +45,6 @@ def reward_figures(args: argparse.Namespace) -> Iterator[Figure]:
         stopped = sum(reply["status"] == "over_limit" for reply in replies)
         assert stopped == len(mixed) // 100, f"{stopped} of {len(mixed)} answers exceeded the limit"
         yield Figure("1 in 100 hostile", len(mixed) / seconds, "1/s")
-        latencies = asyncio.run(_plain_among_hostile(service.port, 20 if args.quick else 60))
-        yield percentile("plain answer among hostile ones", 99, latencies)
         yield Figure("memory, workers included", service.memory_mb(), "MB")
 
 
@@ -65,39 +63,19 @@ def _score(port: int, items: Sequence[dict[str, str]]) -> tuple[float, list[dict
     return seconds, [reward for reply in replies for reward in orjson.loads(reply)["rewards"]]
 
 
-async def _plain_among_hostile(port: int, hostile: int) -> list[float]:
-    """Return the milliseconds of single plain requests while hostile completions keep every worker busy."""
-    body = orjson.dumps(_plain(5))
-    latencies: list[float] = []
-    items = orjson.dumps({"items": [_hostile(8, i) for i in range(hostile)]})
-    async with connect(port) as connection, connect(port) as other:
-        busy = asyncio.create_task(other.request("POST", "/batch_reward", items))
-        while not busy.done():
-            started = time.perf_counter()
-            await connection.request("POST", "/reward", body)
-            latencies.append(1e3 * (time.perf_counter() - started))
-            await asyncio.sleep(0.005)
-        await busy
-    return latencies
-
-
 CLIENTS = 50
 
 
 def data_figures(args: argparse.Namespace) -> Iterator[Figure]:
-    """Measure fifty clients at once on a GSM8K-sized file, and a file of a million rows."""
+    """Measure fifty clients at once on a file of a million rows."""
     rows = 100_000 if args.quick else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
         cache = str(Path(directory) / "cache")
-        small = write_rows(Path(directory) / "small.jsonl", 7_473)
-        with running("data_server", DATASET=str(small), HF_DATASETS_CACHE=cache) as service:
-            latencies, _ = asyncio.run(_ask_for_prompts(service.port, 20 if args.quick else 200))
-            yield percentile("50 clients", 99, latencies)
         large = write_rows(Path(directory) / "large.jsonl", rows)
         for start in ("first", "later"):
             with running("data_server", DATASET=str(large), HF_DATASETS_CACHE=cache) as service:
                 yield Figure(f"{rows} rows, {start} start", service.start_seconds, "s")
-                latencies, _ = asyncio.run(_ask_for_prompts(service.port, 10 if args.quick else 100, shared=True))
+                latencies = asyncio.run(_ask_for_prompts(service.port, 10 if args.quick else 100))
                 memory = service.memory_mb()
         yield percentile(f"{rows} rows", 99, latencies)
         yield Figure(f"{rows} rows, memory", memory, "MB")
@@ -114,24 +92,22 @@ def write_rows(path: Path, count: int) -> Path:
     return path
 
 
-async def _ask_for_prompts(port: int, requests: int, *, shared: bool = False) -> tuple[list[float], float]:
-    """Return the latencies in ms of clients that each send one request after the other, and the seconds for all.
+async def _ask_for_prompts(port: int, requests: int) -> list[float]:
+    """Return the latencies in ms of clients that each send one request after the other.
 
-    Clients with one ``shared`` cursor get different prompts, so that no prompt is rendered twice.
+    They have one cursor and so get different prompts, and no prompt is rendered twice.
     """
     latencies: list[float] = []
 
-    async def client(number: int) -> None:
-        consumer = "all" if shared else f"client-{number}"
+    async def client() -> None:
         async with connect(port) as connection:
             for _ in range(requests):
                 started = time.perf_counter()
-                await connection.request("GET", f"/prompts?batch_size=4&consumer={consumer}")
+                await connection.request("GET", "/prompts?batch_size=4&consumer=all")
                 latencies.append(1e3 * (time.perf_counter() - started))
 
-    started = time.perf_counter()
-    await asyncio.gather(*(client(number) for number in range(CLIENTS)))
-    return latencies, time.perf_counter() - started
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return latencies
 
 
 GROUP_SIZE = 8

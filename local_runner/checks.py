@@ -11,14 +11,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import math
 import os
-import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -113,8 +110,6 @@ ASK_ENGINES = (Task.GATEWAY, Task.COLLECTOR)
 """The tasks beside the trainer whose components send requests to the engines."""
 IMPORT_SECONDS = 120.0
 """Longest time that the import of a component's functions may take."""
-_SHELL_WORDS = {".", "case", "cd", "eval", "exec", "export", "for", "if", "set", "source", "ulimit", "umask", "while"}
-"""Words with which a shell command may begin that are not programs."""
 ERROR = "error: "
 """The beginning of the line in which ``exit_code_of`` names an error."""
 
@@ -199,12 +194,6 @@ def load_settings(run: LocalRun, task: TaskSpec, settings_class: type[S]) -> S:
         return settings_class.load()
 
 
-def as_keywords(message: str, others: Iterable[str]) -> str:
-    """Return ``message`` with the names of settings and the ``others`` as keywords of ``train``: in lower case."""
-    names = {*tasks_by_variable(), *others}
-    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda word: word[0].lower() if word[0] in names else word[0], message)
-
-
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:
     """Return whether a library or the system reads ``name``, and it is not a misspelt setting."""
     upper = name.upper()
@@ -213,17 +202,6 @@ def _is_foreign(name: str, settings: Iterable[str]) -> bool:
     if upper in SYSTEM or upper.endswith("_PROXY"):
         return True
     return upper.startswith(LIBRARIES) and not difflib.get_close_matches(upper, settings, 1, LIKE_A_SETTING)
-
-
-def setting_like(name: str) -> str | None:
-    """Return the setting that has a name or begins or ends with it, as MAX_STEPS for ``steps``; None without one."""
-    name = name.upper()
-    like = [
-        one
-        for one in sorted(tasks_by_variable())
-        if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
-    ]
-    return next(iter(difflib.get_close_matches(name, like, 1, 0.0)), None)
 
 
 @contextlib.contextmanager
@@ -289,18 +267,16 @@ def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:
         )
 
 
-def before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> dict[str, Callable[[], list[str] | None]]:
-    """Return the checks of a run before its rows are read, by subject.
+def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> None:
+    """Check a run as far as its rows do not matter.
 
-    Each raises a ConfigurationError, or returns None or the models that the hub does not know.
+    Raises:
+        ConfigurationError: GPUs, engines, services, files or functions are wrong.
     """
-    return {
-        "GPUs": lambda: check_gpus(run),
-        "engines": lambda: check_engines(run, loaded),
-        "services and rewards": lambda: check_together(loaded, run.group),
-        "files, functions, judge and sandbox": lambda: check_own_code(run, loaded),
-        "models": lambda: unchecked_models(run, loaded),
-    }
+    check_gpus(run)
+    check_engines(run, loaded)
+    check_together(loaded, run.group)
+    check_own_code(run, loaded)
 
 
 def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:
@@ -419,19 +395,6 @@ def _check_formula(reward: RewardSettings, trainer: TrainerSettings) -> None:
         )
 
 
-def unchecked_models(run: LocalRun, loaded: Sequence[Loaded]) -> list[str]:
-    """Return the models that are neither directories nor known to the Hugging Face hub, because it does not answer.
-
-    Raises:
-        ConfigurationError: the hub answers that it has no such model.
-    """
-    named = ((getattr(settings, "model_name", None), task) for task, _, settings in loaded)
-    tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return list(tasks)
-    return [model for model, task in tasks.items() if not ask(run, task, "services.core.models", model)]
-
-
 def ask(run: LocalRun, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:
     """Run a module as the first node of ``task`` would, and return what it prints.
 
@@ -460,8 +423,6 @@ def _missing_files(settings: Settings) -> Iterator[str]:
             check_model(model)
         for teacher in getattr(settings, "teacher_models", ()):
             check_model(teacher, "TEACHER_MODEL")
-        for command in getattr(settings, "agent_commands", ()):
-            _check_program(command)
     except ConfigurationError as error:
         yield str(error)
     if not isinstance(settings, DataSettings):
@@ -472,16 +433,6 @@ def _missing_files(settings: Settings) -> Iterator[str]:
                 check_file(variable, path)
         except ConfigurationError as error:
             yield f"SOURCES {settings.sources}, source {source!r}: {error}" if source else str(error)
-
-
-def _check_program(command: str) -> None:
-    """Check that the program of AGENT_COMMAND can be found, if its first word is one; the shell may know others."""
-    word = command.split()[0]
-    if re.fullmatch(r"[\w./+-]+", word) and word not in _SHELL_WORDS and shutil.which(word) is None:
-        raise ConfigurationError(
-            f"AGENT_COMMAND {command!r}: there is no program {word} on PATH, nor a file of that name to execute, seen "
-            f"from {Path.cwd()}; install it, or give its path"
-        )
 
 
 def _failed_import(run: LocalRun, loaded: Loaded) -> Iterator[str]:

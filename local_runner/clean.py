@@ -19,15 +19,12 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from local_runner.launch import grpo_command
-from local_runner.spec import seconds
 from local_runner.view import duration
 from services.core.errors import ConfigurationError
 from services.run_page.directory import RUNS, Run, all_runs, find_run
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
-GROUPS = "groups"
-"""The directory with the recorded groups of a run, from which others can be trained: --keep-model leaves it."""
 
 
 def main(
@@ -36,9 +33,6 @@ def main(
     ] = None,
     keep: Annotated[
         int | None, typer.Option(min=0, help="Keep this many of the newest runs, and remove the others.")
-    ] = None,
-    older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Remove runs not written to for this long: 12h, 7d, 2w.")
     ] = None,
     keep_model: Annotated[
         bool,
@@ -52,21 +46,20 @@ def main(
 ) -> None:
     """List runs with their sizes, and remove some."""
 
-    console, has_rule = Console(), keep is not None or bool(older_than)
-    if runs and has_rule:
-        raise ConfigurationError("give either runs or --keep and --older-than")
-    if not runs and not has_rule:
+    console = Console()
+    if runs and keep is not None:
+        raise ConfigurationError("give either runs or --keep")
+    if not runs and keep is None:
         if keep_model:
             raise ConfigurationError("--keep-model needs runs to clean: name them, or give --keep 0 for all")
         _print_runs(console, [*map(Listed, all_runs(below))])
         place = [] if below == RUNS else ["--runs", str(below)]
-        hint = " RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
+        hint = " RUN..., or --keep 3; --keep-model leaves model and records"
         console.print(shlex.join([grpo_command(), "clean", *place]) + hint, highlight=False, soft_wrap=True)
         return
     chosen = [find_run(name, below) for name in runs or ()] or all_runs(below)[keep or 0 :]
-    limit = time.time() - _age(older_than) if older_than else float("inf")
-    old = [one for one in map(Listed, {run.path: run for run in chosen}.values()) if one.written < limit]
-    ended = [*_ended(console, old, named=bool(runs), keep_model=keep_model)]
+    listed = [*map(Listed, {run.path: run for run in chosen}.values())]
+    ended = [*_ended(console, listed, named=bool(runs), keep_model=keep_model)]
     if not ended:
         console.print("nothing to remove")
         return
@@ -86,13 +79,6 @@ class Listed:
         """Measure the run."""
         self.run, self.path = run, run.path
         self.size, self.written = run.usage()
-
-
-def _age(text: str) -> float:
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--older-than {text}: {error}") from error
 
 
 def _ended(console: Console, chosen: list[Listed], *, named: bool, keep_model: bool) -> Iterator[Listed]:
@@ -125,9 +111,6 @@ def _remove(console: Console, one: Listed, *, keep_model: bool) -> None:
     left = one.run.usage()[0] if keep_model else 0
     what = f"{' and '.join(PARTS)} of {one.path}" if keep_model else str(one.path)
     console.print(f"removed {what}, {decimal(one.size - left)}", soft_wrap=True, highlight=False)
-    if (groups := one.path / GROUPS).exists():
-        kept = f"kept {groups}, {decimal(one.run.usage(GROUPS)[0])}, for `grpo groups`; remove it by hand"
-        console.print(kept, soft_wrap=True, highlight=False)
 
 
 def _print_runs(console: Console, runs: list[Listed]) -> None:

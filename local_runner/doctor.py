@@ -1,4 +1,4 @@
-"""``grpo doctor``: what this machine can do, and what a job group would find on it and in its pods, as one table."""
+"""``grpo doctor``: what this machine can do, as one table."""
 
 from __future__ import annotations
 
@@ -7,65 +7,36 @@ import os
 import platform
 import shutil
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from typer import Exit, Option
+from typer import Option
 
-from local_runner import checks, spec
-from local_runner.launch import Launch
-from local_runner.nodes import LocalRun
-from local_runner.plan import Plan
-from local_runner.run import Env, EnvFiles, NumNodes, Secrets, SharedDir, planned
 from services.core import machine
-from services.core.endpoints import Task
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
-from services.sandbox.backends import AUTOMATIC, BackendName, Interpreter
-from services.sandbox.box import Box
-from services.sandbox.kernel import Limits
+from services.sandbox.backends import AUTOMATIC, Interpreter
 from services.sandbox.probe import attack
 
 GOOD, BAD, NOTE = "[green]yes[/]", "[red]no[/]", "-"
-_RUNS = 20
-"""Programs whose time is measured in each sandbox."""
 
 Row = tuple[str, str, str]
 """A line of the table: what it is about, GOOD, BAD or NOTE, and the facts."""
-JobGroup = Annotated[
-    Path | None, Option("--job-group", metavar="JOBGROUP", help="Check this job group's settings and pods, too.")
-]
 
 
 def main(
-    job_group: JobGroup = None,
-    env: Env = None,
-    env_file: EnvFiles = None,
-    secret: Secrets = None,
-    num_nodes: NumNodes = None,
-    shared_dir: SharedDir = Path(),
+    shared_dir: Annotated[Path, Option(help="Directory whose disk is shown; runs are in its `runs/`.")] = Path(),
 ) -> None:
-    """Show what this machine can do, and with --job-group whether that job group could run here and in its pods."""
+    """Show what this machine can do; `grpo run --dry-run` says whether a job group can run on it."""
     console = Console()
     table = Table("", "", "facts", title="this machine", title_justify="left")
-    rows = [*_of_machine(shared_dir.resolve()), *_of_sandboxes()]
-    if job_group is not None:
-        path = spec.find(job_group)
-        rows += _of_pods(path)
-        launch = Launch(path, env or (), env_file or (), secret or (), num_nodes or (), shared_dir=shared_dir)
-        rows += _of_job_group(launch)
-    for subject, state, facts in rows:
+    for subject, state, facts in (*_of_machine(shared_dir.resolve()), *_of_sandboxes()):
         table.add_row(Text(subject), state, Text(facts))
     console.print(table)
-    if job_group is not None and any(state == BAD for subject, state, _ in rows if subject.startswith("job group")):
-        raise Exit(EXIT_CONFIGURATION)
 
 
 def _of_machine(shared_dir: Path) -> Iterator[Row]:
@@ -97,67 +68,4 @@ def _of_sandboxes() -> Iterator[Row]:
         if problems:
             yield f"sandbox {backend}", BAD, ", ".join(problems)
             continue
-        start, run = asyncio.run(_speed(backend, interpreter))
-        yield f"sandbox {backend}", GOOD, f"every attack fails; start {start:.0f} ms, a program {run:.0f} ms"
-
-
-async def _speed(backend: BackendName, interpreter: Interpreter) -> tuple[float, float]:
-    """Return the milliseconds that a box takes to start, and the median of those that a program takes in it."""
-    began = time.perf_counter()
-    box = await Box(backend, interpreter, Limits()).start()
-    times = [time.perf_counter() - began]
-    for _ in range(_RUNS):
-        began = time.perf_counter()
-        await box.run("script", source="print(1)")
-        times.append(time.perf_counter() - began)
-    await box.close()
-    return 1000 * times[0], 1000 * median(times[1:])
-
-
-def _of_pods(path: Path) -> Iterator[Row]:
-    """Yield the image of each task's pods, and what those of reward-server allow code, as far as the file says."""
-    for document in spec.documents(path)[1:]:
-        resources = document.get("resources") or {}
-        pod = ((document.get("config") or {}).get("kubernetes") or {}).get("pod_config") or {}
-        image = str(resources.get("image_id", "SkyPilot's own image")).removeprefix("docker:")
-        runs_code = document.get("name") == Task.REWARD_SERVER
-        sandbox = f"; sandbox: {sandbox_in_pod(pod.get('spec') or {})}" if runs_code else ""
-        yield f"pod of {document.get('name')}", NOTE, image + sandbox
-
-
-def sandbox_in_pod(pod: Mapping[str, Any]) -> str:
-    """Return which sandbox a pod of this specification allows, by docs/security.md."""
-    if "gvisor" in str(pod.get("runtimeClassName", "")).lower():
-        return "bwrap, on gVisor's own kernel"
-    container: Mapping[str, Any] = next(iter(pod.get("containers") or []), {})
-    context = {**(pod.get("securityContext") or {}), **(container.get("securityContext") or {})}
-    unconfined = [(context.get(name) or {}).get("type") for name in ("seccompProfile", "appArmorProfile")]
-    if unconfined == ["Unconfined", "Unconfined"]:
-        return "bwrap if the image has bubblewrap and the cluster allows these profiles, else landlock"
-    return "landlock, if the nodes' kernel is 5.13 or newer with it; bwrap is refused by the default profiles"
-
-
-def _planned(run: LocalRun, loaded: Sequence[checks.Loaded]) -> list[str]:
-    """Return the cautions of a dry run; raise ConfigurationError where it refuses the run."""
-    plan = Plan(run, loaded, is_dry_run=True)
-    plan.check()
-    return list(plan.cautions())
-
-
-def _of_job_group(launch: Launch) -> Iterator[Row]:
-    """Yield the results of a dry run's checks, up to one on which the others depend."""
-    try:
-        with planned(launch, None) as run:
-            loaded = checks.load_all(run)
-            yield "job group: settings", GOOD, f"{launch.job_group}: names and values of all tasks"
-            parts = checks.before_rows(run, loaded) | {
-                "rows, template, rewards, memory and disk": lambda: _planned(run, loaded)
-            }
-            for subject, part in parts.items():
-                try:
-                    notes = "; ".join(part() or [])
-                    yield f"job group: {subject}", GOOD, f"unknown here: {notes}" if subject == "models" else notes
-                except ConfigurationError as error:
-                    yield f"job group: {subject}", BAD, str(error)
-    except ConfigurationError as error:
-        yield "job group: settings", BAD, str(error)
+        yield f"sandbox {backend}", GOOD, "every attack fails"

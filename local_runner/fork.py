@@ -1,4 +1,4 @@
-"""``grpo fork``: a new run from a step of another one, with the same state, whose only difference is a setting.
+"""``grpo fork``: a new run from a checkpoint of another one, with the same state, whose only difference is a setting.
 
 docs/guides/operating.md has examples.
 """
@@ -13,20 +13,17 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 
 from local_runner.launch import FILE, Launch, read_launch, recorded
 from local_runner.run import check, planned, standard_output, start
 from local_runner.supervisor import Outcome
-from local_runner.view import duration
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
@@ -36,10 +33,10 @@ from services.run_page.directory import FORK, MAYBE, RUNNING, RUNS, Run, find_ru
 
 def main(
     run: Annotated[str, typer.Argument(help="Id or directory of the run.")],
-    at: Annotated[int, typer.Option(min=1, help="The last step that both runs have in common.")],
+    at: Annotated[int, typer.Option(min=1, help="The last step in common, which has a checkpoint.")],
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE that the new run has instead. Repeatable.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the new run. Default: RUN-at-STEP.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show disk, cost and command; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the command, and write nothing.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the new run directory, and start nothing.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
@@ -54,25 +51,15 @@ def main(
         raise typer.Exit(fork.train(*launched, console).exit_code)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A file of the new run: its size, and what writes it. A link takes no room of its own."""
-
-    path: Path
-    size: int
-    write: Callable[[Path], object]
-    is_link: bool = False
-
-
 class Fork:
     """A new run and the files that it takes over from another one."""
 
     def __init__(self, parent: Run, at: int, changes: list[str], run_id: str | None = None) -> None:
-        """Choose the checkpoint to begin from: that of step ``at``, or the newest one before it; 0 without any.
+        """Choose a step, and name the new run.
 
         Args:
             parent: the other run.
-            at: the last step that both have in common.
+            at: the last step that both have in common, of which there is a checkpoint.
             changes: NAME=VALUE of the settings that differ.
             run_id: the name of the new run; by default that of the other one with ``-at-<step>``.
 
@@ -86,18 +73,15 @@ class Fork:
             )
         self.run, self.parent, self.new, self.at = parent, parent.path, parent.path.with_name(name), at
         self.changes = changes
-        saved = saved_steps(self.parent / "checkpoints")
-        self.start = max((step for step in saved if step <= at), default=0)
-        self.newest = max(saved, default=0)
-        self.checkpoint = self.parent / "checkpoints" / f"step-{self.start:06d}"
+        self.saved = saved_steps(self.parent / "checkpoints")
+        self.checkpoint = self.parent / "checkpoints" / f"step-{at:06d}"
         self.state = read_object(self.checkpoint / "state.json")
-        self.lines = _lines(self.parent / "metrics.jsonl", at)
 
     def check(self) -> None:
-        """Check that the state of the step can be told from what the run did later.
+        """Check that there is a checkpoint of the step, whose state can be told from what the run did later.
 
         Raises:
-            ConfigurationError: it cannot, or the new run exists already.
+            ConfigurationError: there is none, or it cannot, or the new run exists already.
         """
         if self.new.exists():
             raise ConfigurationError(f"{self.new} exists; name the new run with --run-id")
@@ -105,16 +89,19 @@ class Fork:
             raise ConfigurationError(f"{self.parent} is not in a directory `runs`, in which the new run could lie")
         if (state := self.run.state) in (RUNNING, MAYBE):
             raise ConfigurationError(f"{self.parent} {state}, and holds its replay buffer; fork it when it has ended")
-        if not self.lines or self.lines[-1]["step"] < self.at:
-            last = self.lines[-1]["step"] if self.lines else 0
-            raise ConfigurationError(f"--at {self.at}: {self.parent} has {last} steps")
+        if self.at not in self.saved:
+            there = f"those of the steps {', '.join(map(str, self.saved))}" if self.saved else "none"
+            raise ConfigurationError(
+                f"--at {self.at}: {self.parent} has no checkpoint of this step, but {there}; KEEP_CHECKPOINTS_EVERY "
+                "keeps checkpoints to fork from"
+            )
         if self.run.settings(Task.REPLAY_BUFFER).get("replay_dir"):
             raise ConfigurationError("the run has REPLAY_DIR, which the new run would share; a fork copies RUN/replay")
-        if self.is_ahead and self.start != self.newest:
+        if self.is_ahead and self.at != max(self.saved):
             raise ConfigurationError(
                 f"with MODE=async, or a CURRICULUM by success rates, the data-server's state goes beyond step "
-                f"{self.start}: collectors, or the order of the next epoch, know later answers. Fork the run at its "
-                f"newest checkpoint, --at {self.newest}"
+                f"{self.at}: collectors, or the order of the next epoch, know later answers. Fork the run at its "
+                f"newest checkpoint, --at {max(self.saved)}"
             )
 
     @property
@@ -123,128 +110,67 @@ class Fork:
         curriculum = self.run.settings(Task.DATA_SERVER).get("curriculum", "off")
         return self.run.settings(Task.TRAINER).get("mode") == "async" or curriculum == "balanced"
 
-    def parts(self) -> Iterator[Part]:
-        """Yield the files that the new run takes over: all that a run resumes from, and its records up to the start."""
-        if not self.start:
-            return
-        steps = [step for step in saved_steps(self.parent / "groups") if step <= self.start]
+    def files(self) -> Iterator[tuple[Path, Callable[[Path, Path], object]]]:
+        """Yield the files that the new run takes over whole, each with the function that copies or links it."""
+        steps = [step for step in saved_steps(self.parent / "groups") if step <= self.at]
         recorded = [self.parent / "groups" / f"step-{step:06d}" for step in steps]
-        for path in [*sorted(self.checkpoint.rglob("*")), *recorded]:
-            if path.is_file():
-                yield Part(path.relative_to(self.parent), path.stat().st_size, partial(_link, path), is_link=True)
-        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-            yield _part(name, _lines(self.parent / name, self.start))
+        yield from ((path, _link) for path in [*sorted(self.checkpoint.rglob("*")), *recorded] if path.is_file())
         folders = ["inputs", "tensorboard", "judge", *(["replay"] if self.state.get("replay_snapshot") else [])]
         folders += ["data", "collectors"] if self.is_ahead else []
         for path in [path for folder in folders for path in sorted((self.parent / folder).rglob("*"))]:
             if path.is_file() and not path.name.endswith(("-wal", "-shm", ".lock")):
-                copy = _copy_database if path.suffix == ".sqlite" else shutil.copyfile
-                yield Part(path.relative_to(self.parent), path.stat().st_size, partial(copy, path))
-
-    def disk(self) -> str:
-        """Return a sentence with the disk that the new run takes at first.
-
-        Raises:
-            ConfigurationError: there is not as much.
-        """
-        parts = [*self.parts()]
-        # A file system that has no hard links gets copies.
-        links, copies = (sum(part.size for part in parts if part.is_link is kind) for kind in (True, False))
-        free = shutil.disk_usage(self.parent).free
-        if copies > free:
-            raise ConfigurationError(f"the fork takes {decimal(copies)}, and {decimal(free)} are free; make room")
-        return (
-            f"{self.new.name} takes {decimal(copies)} of disk, and shares {decimal(links)} of checkpoint and records "
-            f"with {self.parent.name}; {decimal(free)} are free"
-        )
-
-    def cost(self) -> str:
-        """Return a sentence with the steps that are to be computed again, and their time."""
-        again = [line for line in self.lines if line["step"] > self.start]
-        seconds = sum(line.get("seconds_step", 0.0) for line in again)
-        before = f"checkpoint step-{self.start:06d}" if self.start else "the beginning"
-        return (
-            f"there is no checkpoint of step {self.at}: steps {self.start + 1} to {self.at} are run again from "
-            f"{before} with the run's own settings, in about {duration(seconds)}; KEEP_CHECKPOINTS_EVERY keeps "
-            "checkpoints to fork from"
-        )
+                yield path, _copy_database if path.suffix == ".sqlite" else shutil.copyfile
 
     def describe(self, console: Console, *, is_prepared: bool = False) -> tuple[Launch, Path] | None:
-        """Check the fork, print its disk, cost and command, and return the parent's command line and its directory.
+        """Check the fork, print its command, and return the parent's command line and its directory.
 
         Raises:
-            ConfigurationError: it cannot be made, or with ``is_prepared`` it cannot go on from a checkpoint alone.
+            ConfigurationError: it cannot be made, or unless ``is_prepared``, `grpo run` did not start the parent.
         """
         self.check()
         launched = read_launch(self.parent)
-        is_whole = self.start == self.at
-        lines = [self.disk()] if is_whole else [self.disk(), self.cost()]
-        if launched is None and not (is_prepared and is_whole):
+        if launched is None and not is_prepared:
             raise ConfigurationError(
-                f"{self.parent} has no {FILE}, since `grpo run` did not start it. Give --prepare and a step that has a "
-                f"checkpoint, and launch the job as before, with --env RUN_ID={self.new.name} and the changed settings"
-            )
-        if is_prepared and not is_whole:
-            other = f"give --at {self.start}, or " if self.start else ""
-            raise ConfigurationError(
-                f"--prepare writes a run that goes on from a checkpoint, and {self.parent} has none of step {self.at}; "
-                f"{other}leave --prepare out"
+                f"{self.parent} has no {FILE}, since `grpo run` did not start it. Give --prepare, and launch the job "
+                f"as before, with --env RUN_ID={self.new.name} and the changed settings"
             )
         if launched is not None:
             launched = replace(launched[0], shared_dir=self.parent.parent.parent), launched[1]
             changed = [word for change in self.changes for word in ("--env", change)]
-            lines.append("\n" + shlex.join([*launched[0].again(self.new.name), *changed]))
-        for line in lines:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            command = shlex.join([*launched[0].again(self.new.name), *changed])
+            console.print(command, soft_wrap=True, highlight=False, markup=False)
         return launched
 
     def write(self) -> None:
         """Write the new run directory under a hidden name, and rename it into place."""
         hidden = self.new.with_name(f".{self.new.name}.partial")
         remove_directory(hidden)
-        for part in self.parts():
-            (hidden / part.path).parent.mkdir(parents=True, exist_ok=True)
-            part.write(hidden / part.path)
-        hidden.mkdir(exist_ok=True)
+        for source, copy in self.files():
+            target = hidden / source.relative_to(self.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy(source, target)
+        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+            lines = _lines(self.parent / name, self.at)
+            (hidden / name).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
         record = {"parent": self.parent.name, "at": self.at, "changes": [*map(recorded, self.changes)]}
         write_json(hidden / FORK, record)
         hidden.rename(self.new)
 
-    def train(self, launch: Launch, where: Path, console: Console, *, hints: bool = True) -> Outcome:
+    def train(self, launch: Launch, where: Path, console: Console) -> Outcome:
         """Train the new run to its end, in the directory in which the parent was started, and return the outcome.
-
-        Without a checkpoint of the step, it first runs with the old settings until it has one to go on from.
 
         Args:
             launch: the parent's command line.
             where: the directory in which it was started.
-            console: where the output of the runs goes.
-            hints: whether the output ends with the commands that may come next.
+            console: where the output of the run goes.
 
         Raises:
-            ConfigurationError: a setting is wrong, or the run ended before the step.
+            ConfigurationError: a setting is wrong.
         """
-        wanted = self.new / "checkpoints" / f"step-{self.at:06d}"
-        with contextlib.chdir(where):
-            if self.start != self.at:
-                kept = [f"CHECKPOINT_EVERY={self.at}", "CHECKPOINTS_KEPT=9"]
-                outcome = self._run(launch.with_env(kept), console, until=wanted.exists, hints=False)
-                if not wanted.exists():
-                    raise ConfigurationError(f"{self.new} ended before step {self.at}: {outcome.reason}; see its logs")
-                for step in saved_steps(self.new / "checkpoints"):
-                    if step > self.at:
-                        remove_directory(self.new / "checkpoints" / f"step-{step:06d}")
-            return self._run(launch.with_env(self.changes), console, hints=hints)
-
-    def _run(self, launch: Launch, console: Console, **options: Any) -> Outcome:
-        with planned(launch, self.new.name) as run:
+        launch = launch.with_env(self.changes)
+        with contextlib.chdir(where), planned(launch, self.new.name) as run:
             check(run, console)
-            return start(run, launch, console, **options)
-
-
-def _part(name: str, lines: list[dict[str, Any]]) -> Part:
-    content = b"".join(orjson.dumps(line) + b"\n" for line in lines)
-    return Part(Path(name), len(content), lambda path: path.write_bytes(content))
+            return start(run, launch, console)
 
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:

@@ -11,26 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from local_runner.checks import READERS, check_names, load_settings, tasks_by_variable
-from local_runner.nodes import LocalRun, check_mounts, node_environment
+from local_runner.checks import READERS, check_names, load_settings
+from local_runner.nodes import LocalRun, check_mounts
 from local_runner.spec import JobGroup, Overrides, assignments, counts, env_files, load
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from services.core.files import read_from, read_object, write_json
-from services.core.settings import SECRET, Settings
+from services.core.settings import SECRET
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings
 
 FILE = "launch.json"
 """The file of a run directory with the command line that started the run."""
-_EVALUATED_AS: dict[str, Task] = {
-    "evaluate": Task.TRAINER,
-    **{task: task for task in (Task.DATA_SERVER, Task.REWARD_SERVER, Task.ROLLOUT_SERVER)},
-}
-"""The task of a run whose variables an evaluation takes over, by the first task of the settings' reader."""
-_OWN = {*Settings.model_fields, "model_name"}
-"""The settings that an evaluation never takes from a run."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +58,14 @@ class Launch:
         kept = [assignment for assignment in self.env if assignment.partition("=")[0] not in replaced]
         return replace(self, env=[*kept, *env])
 
+    @property
+    def recorded_env(self) -> list[str]:
+        """The options of --env with their values, but of secrets the names alone."""
+        return [*map(recorded, self.env)]
+
     def again(self, run_id: str) -> list[str]:
         """Return the command that continues the run, with the names of its secrets alone."""
-        options = [*_repeated("--env-file", self.env_files), *_repeated("--env", self.env)]
+        options = [*_repeated("--env-file", self.env_files), *_repeated("--env", self.recorded_env)]
         options += [*_repeated("--secret", _names(self.secrets)), *_repeated("--num-nodes", self.num_nodes)]
         options += ["--small"] if self.small else []
         options += ["--shared-dir", str(self.shared_dir)] if self.shared_dir != Path() else []
@@ -78,7 +76,7 @@ class Launch:
         content = {
             "directory": os.getcwd(),
             "job_group": str(self.job_group),
-            "env": [*map(recorded, self.env)],
+            "env": self.recorded_env,
             "env_files": [str(path) for path in self.env_files],
             "in_files": _open(env_files(self.env_files)),
             "secrets": _names(self.secrets),
@@ -121,7 +119,7 @@ def recorded(assignment: str) -> str:
 
 
 def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exit_code: int) -> list[tuple[str, str]]:
-    """Return purpose and command of everything that can be done with an ended run.
+    """Return purpose and command of what may come after a run.
 
     Args:
         run: the run.
@@ -137,7 +135,8 @@ def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exi
         settings = trainer_settings(run)
         # Episodes of an environment need the run's environment-servers, which only a run starts.
         if any(Task.ENVIRONMENT_SERVER not in own.way.services for own in settings.by_source().values()):
-            evaluate = [grpo_command(), "evaluate", "--model", f"{directory}/model", *_evaluated_as(run, launch)]
+            given = [*_repeated("--env-file", launch.env_files), *_repeated("--env", launch.recorded_env)]
+            evaluate = [grpo_command(), "evaluate", "--model", f"{directory}/model", *given]
             commands.append(("evaluate", shlex.join(evaluate)))
         chat = shlex.join([grpo_command(), "chat", directory])
         commands.append(("chat with it and with the model it began as", chat))
@@ -148,9 +147,6 @@ def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exi
         purpose += ", after the correction" if exit_code == EXIT_CONFIGURATION else ""
     if purpose:
         commands.append((purpose, shlex.join(again.again(run.run_id))))
-    elsewhere = [] if launch.shared_dir == Path() else ["--runs", shown_path(run.run_dir.parent)]
-    commands.append(("remove it", shlex.join([grpo_command(), "clean", directory])))
-    commands.append(("list runs by size, and remove some", shlex.join([grpo_command(), "clean", *elsewhere])))
     return commands
 
 
@@ -159,30 +155,6 @@ def trainer_settings(run: LocalRun) -> TrainerSettings:
     [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
     [reader] = [reader for reader in READERS if Task.TRAINER in reader.tasks]
     return cast("TrainerSettings", load_settings(run, trainer, reader.settings_class()))
-
-
-def _evaluated_as(run: LocalRun, launch: Launch) -> list[str]:
-    """Return the options that give an evaluation the run's settings, as far as it reads them.
-
-    The --env-file options stay as they are. --env gives what the command line or the job group's own file has in place
-    of their values and of the defaults.
-    """
-    given = {assignment.partition("=")[0]: assignment for assignment in launch.env}
-    settings, in_files = tasks_by_variable(), env_files(launch.env_files)
-    env = {name: assignment for name, assignment in given.items() if name.upper() not in settings}
-    tasks = {task.name: task for task in run.group.tasks}
-    for reader in READERS:
-        task = tasks.get(_EVALUATED_AS.get(reader.tasks[0], ""))
-        if task is None:
-            continue
-        variables = node_environment(run, task, 0)
-        for setting, info in reader.settings_class().model_fields.items():
-            name = setting.upper()
-            if setting in _OWN or name in _names(launch.secrets) or name not in task.environment:
-                continue
-            if variables[name] != in_files.get(name, str(info.default)):
-                env[name] = given.get(name, f"{name}={variables[name]}")
-    return [*_repeated("--env-file", launch.env_files), *_repeated("--env", list(env.values()))]
 
 
 def _twice(settings: TrainerSettings, steps: int) -> list[str]:

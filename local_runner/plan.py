@@ -17,12 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from local_runner.checks import Loaded, ask, by_class, settings_by_class
-from local_runner.launch import shown_path
 from local_runner.nodes import LocalRun, gpus_of
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
-from services.data_server.settings import DataSettings, is_on_hub, is_path
+from services.data_server.settings import DataSettings, is_path
 from services.run_page.progress import counted
 
 READ_SECONDS = 600.0
@@ -96,10 +95,6 @@ class Plan:
 
     def cautions(self) -> Iterator[str]:
         """Yield sentences on settings that are allowed but probably a mistake."""
-        for source, rows in self._rows.get("sources", {"": self._rows}).items() if self._has_own_rewards else ():
-            if shadowed := rows.get("shadowed"):
-                names = f"columns {', '.join(shadowed)} of {source or 'DATASET'}"
-                yield f"{names} reach rewards only by `row`, as row[{shadowed[0]!r}]; rename them to get them by name"
         if (reward := self._settings.get("RewardSettings")) is not None:
             for source, own in reward.by_source().items():
                 if own.caution:
@@ -142,7 +137,7 @@ class Plan:
         if refusal := self._needs.get("refusal"):
             raise ConfigurationError(refusal)
 
-    def show(self, console: Console, unchecked_models: Sequence[str]) -> None:
+    def show(self, console: Console) -> None:
         """Print the plan."""
         table = Table(show_header=False, title=f"run {self._run.run_id}", title_justify="left")
         table.add_column(style="bold")
@@ -150,12 +145,6 @@ class Plan:
         for name, value in self._lines():
             table.add_row(name, Text(value))
         console.print(table)
-        unchecked = [f"MODEL_NAME={model}" for model in unchecked_models]
-        for source, own in self._data.by_source().items() if self._data is not None else ():
-            if is_on_hub(own.dataset) and not self._rows_of(source):
-                unchecked.append(f"DATASET={own.dataset}")
-        if unchecked:
-            console.print(Text(f"not looked for on the Hugging Face hub: {', '.join(unchecked)}"), soft_wrap=True)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         trainer, data, reward = self._trainer, self._data, self._settings.get("RewardSettings")
@@ -179,10 +168,6 @@ class Plan:
             yield "memory", f"{decimal(sum(need[place].values()))} of each {name}; there is {decimal(has[place])}"
             parts = ", ".join(f"{part} {decimal(size)}" for part, size in need["volume"].items())
             yield "disk", f"{decimal(sum(need['volume'].values()))} ({parts}); there is {decimal(has['volume'])}"
-            steps = self._needs["record_groups"]
-            kept = {"off": "of no step", "all": "of all steps"}.get(steps, f"of the last {steps} steps")
-            yield "recorded groups", f"{kept} (RECORD_GROUPS)"
-        yield "where", f"{shown_path(self._run.run_dir)}, on this machine"
         yield "nodes", ", ".join(self._nodes())
 
     def _rows_of(self, source: str) -> dict[str, Any]:

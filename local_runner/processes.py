@@ -3,9 +3,9 @@
 A node's command may start further processes, in sessions of their own (the trainer does), and may die before them. All
 inherit the mark, so they are found even when their parents are gone.
 
-As a program (``python -m local_runner.processes MARK``) this module is a runner's watchdog. The runner holds the other
-end of its standard input and never writes to it. The input ends when the runner ends, even by SIGKILL; then the
-watchdog ends the processes that are left.
+As a program (``python -m local_runner.processes MARK SECONDS``) this module is a watchdog of the program that started
+it, which holds the other end of its standard input and never writes to it. The input ends when that program ends, even
+by SIGKILL; then the watchdog ends the processes that are left, which have so many seconds from SIGTERM to SIGKILL.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def guard(mark: str) -> Iterator[None]:
     environment_without_mark = {name: value for name, value in os.environ.items() if name != MARK}
     # When the context is left, the watchdog's input closes; it then finds nothing to end, and ends itself.
     with subprocess.Popen(
-        [sys.executable, "-m", "local_runner.processes", mark],
+        [sys.executable, "-m", "local_runner.processes", mark, str(GRACE_SECONDS)],
         stdin=subprocess.PIPE,
         env=environment_without_mark,
         start_new_session=True,
@@ -127,12 +127,12 @@ def guard(mark: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Wait for the runner's end, then end the processes that are left."""
-    # The runner handles Ctrl-C and hang-ups.
+    """Wait for the end of the program that started this one, then end the processes that are left."""
+    # That program handles Ctrl-C and hang-ups.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    end([sys.argv[1]], GRACE_SECONDS)
+    end([sys.argv[1]], float(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,11 @@ import asyncio
 import contextlib
 import errno
 import io
-import re
-import signal
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -27,10 +22,8 @@ import psutil
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 from typer import Option
-from typer.core import TyperCommand
 
 from local_runner import checks, nodes, processes, spec
 from local_runner.launch import Launch, next_commands, shown_path, trainer_settings
@@ -43,7 +36,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import write_json
 from services.core.processes import stop_signals
-from services.run_page.directory import OUTCOME, Nodes, Run, all_runs
+from services.run_page.directory import OUTCOME, Nodes, Run
 
 JobGroupPath = Annotated[
     Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
@@ -55,12 +48,10 @@ NumNodes = Annotated[list[str] | None, Option(help="TASK=COUNT: how many nodes a
 Small = Annotated[bool, Option("--small", help="One node of each task, except those of --num-nodes.")]
 RunId = Annotated[str | None, Option(help="Name of the run; that of a former run resumes it. Default: from the time.")]
 SharedDir = Annotated[Path, Option(help="Directory that stands for the group's volume; runs are in its `runs/`.")]
-Live = Annotated[bool | None, Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")]
 DryRun = Annotated[
     bool,
     Option("--dry-run", help="Check the settings, the rows and all else that they name, show the plan, start nothing."),
 ]
-Commands = Annotated[bool, Option("--commands", help="With --dry-run: also show each node's address and command.")]
 OwnHosts = Annotated[
     bool | None,
     Option(
@@ -75,27 +66,6 @@ LAST_STEP = ("max_steps", "num_epochs", "batch_size", "target_accuracy")
 _LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
-class Command(TyperCommand):
-    """The command line, which refuses a setting given as an option with the right way to give it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line."""
-        options = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
-        for word, following in pairwise([*args, "-"]):
-            name, _, value = word.partition("=")
-            if name == "--resume":
-                ctx.fail("No such option: --resume; the same command with --run-id NAME resumes the run NAME")
-            setting = checks.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
-            if setting is not None and name not in options:
-                value = value or ("VALUE" if following.startswith("-") else following)
-                ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
-        # A name alone takes the value of the environment, and only a job group's file may stand behind it.
-        for word, name, value in zip(args, args[1:], [*args[2:], "-"], strict=False):
-            if word == "--env" and "=" not in name and not value.startswith("-") and not Path(value).suffix:
-                ctx.fail(f"{value} is not a job group's file; write --env {name}={value} if it is a value")
-        return super().parse_args(ctx, args)
-
-
 def main(
     path: JobGroupPath = Path("jobgroup.yaml"),
     env: Env = None,
@@ -105,19 +75,17 @@ def main(
     small: Small = False,
     run_id: RunId = None,
     shared_dir: SharedDir = Path(),
-    live: Live = None,
     dry_run: DryRun = False,
-    commands: Commands = False,
     own_hosts: OwnHosts = None,
 ) -> None:
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     launch = Launch(spec.find(path), env or (), env_file or (), secret or (), num_nodes or (), small, shared_dir)
     with planned(launch, run_id, own_hosts=own_hosts) as run:
-        check(run, console, dry_run=dry_run, commands=commands)
+        check(run, console, dry_run=dry_run)
         if dry_run:
             return
-        outcome = start(run, launch, console, live=console.is_terminal if live is None else live)
+        outcome = start(run, launch, console)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -140,64 +108,37 @@ def planned(launch: Launch, run_id: str | None, *, own_hosts: bool | None = None
         )
 
 
-def check(planned: LocalRun, console: Console, *, dry_run: bool = False, commands: bool = False) -> None:
-    """Check the run, and print its plan if this is a dry run, its commands if asked for, and its cautions.
+def check(planned: LocalRun, console: Console, *, dry_run: bool = False) -> None:
+    """Check the run, and print its plan if this is a dry run, and its cautions.
 
     Raises:
         ConfigurationError: a setting, a file, a function or the rows are wrong.
     """
-    nodes.check_gpus(planned)
     loaded = checks.load_all(planned)
-    *_, unchecked = [part() for part in checks.before_rows(planned, loaded).values()]
+    checks.check_before_rows(planned, loaded)
     plan = Plan(planned, loaded, is_dry_run=dry_run)
     if dry_run:
-        plan.show(console, unchecked or [])
-    if dry_run and commands:
-        _show_nodes(console, planned)
+        plan.show(console)
     for caution in plan.cautions():
         console.print(Text(f"note: {caution}", "yellow"), soft_wrap=True)
     if dry_run:
         plan.check()
 
 
-def _show_nodes(console: Console, run: LocalRun) -> None:
-    """Print the nodes of a run, with their addresses, GPUs and commands."""
-    title = f"run {run.run_id} in {run.run_dir}"
-    table = Table("node", "address", "GPUs", "command", title=title, title_justify="left")
-    for task in run.group.tasks:
-        for rank, host in enumerate(run.addresses.hosts[task.name]):
-            gpus = ", ".join(nodes.gpus_of(run, task, rank)) or "none"
-            command = task.run.strip().splitlines()[-1].partition(" || ")[0]
-            table.add_row(f"{task.name}-{rank}", host, gpus, Text(command))
-    console.print(table)
-
-
-def start(
-    run: LocalRun,
-    launch: Launch,
-    console: Console,
-    *,
-    live: bool = False,
-    hints: bool = True,
-    until: Callable[[], bool] = lambda: False,
-) -> Outcome:
+def start(run: LocalRun, launch: Launch, console: Console) -> Outcome:
     """Run the group to its end, or say that nothing is left to do; return the outcome.
 
-    Signals that ask this process to end stop the run in order, and a second one at once. The caller's handlers are
-    restored afterwards. The run has an event loop in a thread of its own, because that of a notebook has one already.
+    Signals that ask this process to end stop the run in order, and a second one at once.
 
     Args:
         run: the run, which ``check`` found right.
         launch: the command line that started it.
         console: where all output goes.
-        live: whether a live view stands below the lines.
-        hints: whether the output ends with the commands that may come next.
-        until: stops the run as Ctrl-C does once it returns True.
 
     Raises:
         ConfigurationError: the run directory cannot be written, or another runner works in it.
     """
-    if (outcome := _if_finished(run, launch, console, hints=hints)) is not None:
+    if (outcome := _if_finished(run, launch, console)) is not None:
         return outcome
     files, since = Run(run.run_dir), time.time()
     try:
@@ -208,18 +149,18 @@ def start(
         process = psutil.Process()
         files.record_nodes(Nodes(process.pid, process.create_time(), run.addresses.endpoints, mark=run.mark))
         launch.record(run.run_dir)
-        outcome = _supervise(run, console, live, until)
+        outcome = asyncio.run(_supervise(run, console))
         try:
             write_json(run.run_dir / OUTCOME, asdict(outcome))
         except OSError as error:
             console.print(Text(f"the run's record cannot be written: {error}"), soft_wrap=True)
     summary = run.run_dir / "summary.json"
     is_new = summary.exists() and summary.stat().st_mtime >= since
-    _show_end(run, launch if hints else None, console, files.summary if is_new else {}, asdict(outcome))
+    _show_end(run, launch, console, files.summary if is_new else {}, asdict(outcome))
     return outcome
 
 
-def _if_finished(run: LocalRun, launch: Launch, console: Console, *, hints: bool) -> Outcome | None:
+def _if_finished(run: LocalRun, launch: Launch, console: Console) -> Outcome | None:
     """Print the result of a run that has succeeded and would take no further step, and return its outcome."""
     files = Run(run.run_dir)
     try:
@@ -231,84 +172,43 @@ def _if_finished(run: LocalRun, launch: Launch, console: Console, *, hints: bool
     settings = trainer_settings(run).model_dump(mode="json")
     if any(settings[name] != before.get(name) for name in LAST_STEP):
         return None
-    _show_end(run, launch if hints else None, console, result, recorded)
+    _show_end(run, launch, console, result, recorded)
     hint = f"nothing is left to do: run {run.run_id} has ended after step {result['steps']}; to train on, raise "
-    hint += "MAX_STEPS or NUM_EPOCHS" if hints else "max_steps or num_epochs"
+    hint += "MAX_STEPS or NUM_EPOCHS"
     console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
     return Outcome(0, "nothing was left to do", 0.0, {})
 
 
 def _show_end(
-    run: LocalRun, launch: Launch | None, console: Console, summary: dict[str, Any], outcome: dict[str, Any]
+    run: LocalRun, launch: Launch, console: Console, summary: dict[str, Any], outcome: dict[str, Any]
 ) -> None:
-    """Print the end of a run, and unless ``launch`` is None, commands to copy for what may come next."""
-    files, place = Run(run.run_dir), shown_path(run.run_dir.parent)
-    code = outcome.get("exit_code", 0)
+    """Print the end of a run, and commands to copy for what may come next."""
+    files, code = Run(run.run_dir), outcome.get("exit_code", 0)
     state = "failed" if outcome.get("failed") else "interrupted" if code else "succeeded"
     present(console, files, state, summary, outcome)
     size = decimal(files.usage()[0])
     console.print(f"directory  {shown_path(run.run_dir)}, disk space {size}", highlight=False, soft_wrap=True)
-    if launch is None:
-        return
-    size = decimal(sum(other.usage()[0] for other in all_runs(run.run_dir.parent)))
-    console.print(f"size of all runs in {place}/: {size}", highlight=False, soft_wrap=True)
     for purpose, command in next_commands(run, launch, summary, code):
         # Each command is a line of its own and complete, to be copied, however narrow the terminal.
         console.print(Text(f"\n{purpose}:", "bold"))
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
-def _supervise(run: LocalRun, console: Console, live: bool, until: Callable[[], bool]) -> Outcome:
-    """Run the group to its end in a thread of its own, which the signals of this process stop, and show it."""
-    loop = asyncio.new_event_loop()
-    with View(run, console, live=live) as view, ThreadPoolExecutor(1) as thread:
-        supervisor = Supervisor(run, view.state)
-
-        def work() -> Outcome:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                return runner.run(_run_watched(run, supervisor, view, until))
-
-        def stop(number: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, because the run has just ended
-                loop.call_soon_threadsafe(supervisor.stop, number)
-
-        with _stop_requests(stop):
-            try:
-                return thread.submit(work).result()
-            finally:
-                machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
-
-
-async def _run_watched(run: LocalRun, supervisor: Supervisor, view: View, until: Callable[[], bool]) -> Outcome:
+async def _supervise(run: LocalRun, console: Console) -> Outcome:
+    """Run the group to its end, which the signals of this process bring about, and show it."""
+    view = View(run, console)
+    supervisor = Supervisor(run, view.state)
+    loop = asyncio.get_running_loop()
+    for number in stop_signals():
+        loop.add_signal_handler(number, supervisor.stop, number)
     watcher = asyncio.create_task(_watch(run, view))
     watcher.add_done_callback(view.lost_watcher)
-    stopper = asyncio.create_task(_stop_when(until, supervisor))
     try:
         return await supervisor.run()
     finally:
-        for task in (watcher, stopper):
-            task.cancel()
-        await asyncio.gather(watcher, stopper, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _stop_requests(stop: Callable[[int], None]) -> Iterator[None]:
-    """Call ``stop`` with each signal that asks this process to end; a thread other than the main one gets none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda number, _: stop(number)) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def _stop_when(condition: Callable[[], bool], supervisor: Supervisor) -> None:
-    while not condition():  # noqa: ASYNC110  # such as a file that another process writes
-        await asyncio.sleep(POLL_SECONDS)
-    supervisor.stop(signal.SIGINT)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        machine.remove_memory(run.run_dir / "policy")  # that of nodes that were killed
 
 
 async def _watch(run: LocalRun, view: View) -> None:

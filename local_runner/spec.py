@@ -82,10 +82,10 @@ def find(path: Path) -> Path:
     """
     file = _file(path)
     if file is None:
-        problem = f"cannot read the job group: there is no file {path}; this project has {', '.join(JOB_GROUPS)}"
-        # Such as the 3 of `--env MAX_STEPS 3`.
-        hint = "" if path.suffix in (".yaml", ".yml") else "; a setting is given as --env NAME=VALUE"
-        raise ConfigurationError(problem + hint)
+        raise ConfigurationError(
+            f"cannot read the job group: there is no file {path}; this project has {', '.join(JOB_GROUPS)}; a setting "
+            "is given as --env NAME=VALUE"
+        )
     return file
 
 
@@ -169,11 +169,7 @@ def env_file(path: Path) -> dict[str, str]:
     """
     file = _file(path)
     if file is None:
-        files = [one for folder in (Path(), ROOT) for one in (*folder.glob("*.env"), *folder.glob("examples/*.env"))]
-        names = [str(one.relative_to(ROOT) if one.is_relative_to(ROOT) else one) for one in files]
-        raise ConfigurationError(f"there is no --env-file {path}{nearest(str(path), names)}")
-    if path.suffix in (".yaml", ".yml"):
-        raise ConfigurationError(f"--env-file {path}: that is a job group's file; give it without --env-file")
+        raise ConfigurationError(f"there is no --env-file {path}")
     values = dotenv_values(file)
     result = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(values.keys() - result.keys()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import time
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -17,7 +16,7 @@ from rich.text import Text
 from local_runner.launch import grpo_command
 from local_runner.nodes import health_address, trainer_address
 from local_runner.supervisor import State
-from local_runner.view import STYLES, duration, present
+from local_runner.view import STYLES, present
 from services.run_page import components
 from services.run_page.directory import RUNNING, Run, find_run
 
@@ -76,15 +75,4 @@ async def _node(
     if state == components.SILENT and recorded not in ("", components.UP):
         state = "starting" if recorded == State.RUNNING else recorded
     style = STYLES.get(state, "dim" if address is None else "yellow")
-    if state == components.BUSY and address == trainer_address(addresses):
-        state = _busy_trainer(run)
     return name, Text(state, style), address or "", Text(run.last_error(name) or "", "red")
-
-
-def _busy_trainer(run: Run) -> str:
-    """Return for how long a trainer that is too busy to answer has been at work since its last step."""
-    steps = run.steps()
-    if not steps:
-        return "busy before its first step"
-    written = (run.path / "metrics.jsonl").stat().st_mtime
-    return f"busy for {duration(time.time() - written)} since step {steps[-1].step}"

@@ -97,7 +97,7 @@ class Supervisor:
     def __init__(
         self, run: LocalRun, report: Report, start_node: StartNode | None = None, end_nodes: EndNodes | None = None
     ) -> None:
-        """Make a supervisor that has not started anything.
+        """Make a supervisor that has not started anything, within a running event loop.
 
         Args:
             run: the run.
@@ -110,9 +110,7 @@ class Supervisor:
         self._start_node = start_node or self._start_here
         self._end_nodes = end_nodes or _end_here
         self._records = {task.name: _Record() for task in run.group.tasks}
-        self._stop: asyncio.Future[int] | None = None
-        self._stopped_early: int | None = None
-        """The signal of a request to stop that came before the run."""
+        self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._impatient = threading.Event()
         self._ending = False
         self._has_succeeded = False
@@ -121,9 +119,6 @@ class Supervisor:
     async def run(self) -> Outcome:
         """Run the group to its end, and return when none of its processes is left."""
         started = time.monotonic()
-        self._stop = asyncio.get_running_loop().create_future()
-        if self._stopped_early is not None:
-            self._stop.set_result(self._stopped_early)
         jobs = {task.name: asyncio.create_task(self._run_task(task), name=task.name) for task in self._run.group.tasks}
         try:
             exit_code, reason, failed = await self._until_over(jobs)
@@ -140,16 +135,13 @@ class Supervisor:
 
     def stop(self, signal_number: int) -> None:
         """End the run early, the primary tasks first, so that they can write a checkpoint; a second call kills all."""
-        if self._stop is None and self._stopped_early is None:
-            self._stopped_early = signal_number
-        elif self._stop is not None and not self._stop.done():
+        if not self._stop.done():
             self._stop.set_result(signal_number)
         else:
             self._impatient.set()
 
     async def _until_over(self, jobs: dict[str, asyncio.Task[int]]) -> tuple[int, str, str | None]:
         """Wait until the outcome of the run is known, and return exit code, reason and the task that failed."""
-        assert self._stop is not None
         primaries = {task.name for task in self._run.group.tasks if task.is_primary}
         names: dict[asyncio.Future[int], str] = {job: name for name, job in jobs.items()}
         while True:
@@ -169,7 +161,6 @@ class Supervisor:
     async def _end(self, jobs: dict[str, asyncio.Task[int]], exit_code: int) -> None:
         """End the running tasks: in order after a success or a request to stop, all at once after a failure."""
         self._ending, self._has_succeeded = True, exit_code == 0
-        assert self._stop is not None
         tasks = self._run.group.tasks
         if self._stop.done():
             primaries = [task for task in tasks if task.is_primary]
@@ -184,7 +175,6 @@ class Supervisor:
             await asyncio.gather(*(self._end_after_delay(task) for task in tasks if not jobs[task.name].done()))
 
     async def _end_after_delay(self, task: TaskSpec) -> None:
-        assert self._stop is not None
         # Ctrl-C cuts the delay short; the run has succeeded by then.
         await asyncio.wait({self._stop}, timeout=task.termination_delay)
         await self._end_tasks([task], AUXILIARY_END_SECONDS)

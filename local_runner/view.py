@@ -1,6 +1,6 @@
 """The presentation of a run on a terminal, which ``grpo run``, ``grpo status`` and ``train`` share.
 
-``View`` shows a run as it happens, live on a terminal and as plain lines elsewhere; ``present`` shows its figures.
+``View`` shows a run as it happens, in lines; ``present`` shows its figures.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -40,8 +38,7 @@ Json = Mapping[str, Any]
 
 TAIL_LINES = 15
 RECENT_STEPS = 5
-PACE_SECONDS = 86_400
-"""The time left is estimated from the steps within this time."""
+"""Steps from whose seconds the time left is estimated."""
 SHOWN_SHARE = 0.01
 """A step's line names the phases that take more than this share of its seconds."""
 
@@ -141,9 +138,10 @@ def _accuracy(summary: Json, when: str) -> tuple[str, str]:
 
 
 class View:
-    """The events of a run, printed as they happen. A context manager, which keeps a live view on a terminal."""
+    """The events of a run, printed as they happen."""
 
-    def __init__(self, run: nodes.LocalRun, console: Console, *, live: bool) -> None:
+    def __init__(self, run: nodes.LocalRun, console: Console) -> None:
+        """Print where the logs and the page of the run are."""
         self._run, self._files = run, Run(run.run_dir)
         self._console = console
         ranks = [(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)]
@@ -151,32 +149,15 @@ class View:
         self._total_steps = 0
         self._explained: dict[str, str] = {}
         self._first_steps: list[Step] = []
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._failure = ""
         self._changed = time.time()
         """When a node last changed its state."""
-        self._doing = ""
         self._report_timer = ReportTimer()
-        texts = ("{task.description}", "{task.fields[phase]}")
-        columns = (BarColumn(), MofNCompleteColumn(), *texts, TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, speed_estimate_period=PACE_SECONDS)
-        self._steps = self._progress.add_task("no step yet", total=None, phase="starting")
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
-
-    def __enter__(self) -> View:
-        logs = shown_path(self._run.run_dir / "logs")
-        self._console.print(f"run {self._run.run_id}, logs in {logs}", highlight=False, soft_wrap=True)
-        page = trainer_address(self._run.addresses.endpoints)
-        if page is not None:
+        console.print(f"run {run.run_id}, logs in {shown_path(run.run_dir / 'logs')}", highlight=False, soft_wrap=True)
+        if (page := trainer_address(run.addresses.endpoints)) is not None:
             where = f"run page http://{page}, from when ppo-trainer-0 is up until the run ends"
-            self._console.print(where, highlight=False, soft_wrap=True)
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The last picture stays on the terminal.
-        if self._live is not None:
-            self._live.stop()
+            console.print(where, highlight=False, soft_wrap=True)
 
     def state(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
         """Show the new state of a node, or with ``rank`` None of a whole task."""
@@ -197,9 +178,9 @@ class View:
 
     def step(self, step: Step) -> None:
         """Show a step that ended, and after EARLY_STEPS the advice on them, if there is any."""
-        self._progress.update(self._steps, completed=step.step, description=_reward(step))
-        left = self._progress.tasks[self._steps].time_remaining
-        line = Text(describe(step, self._total_steps, left))
+        self._seconds.append(step.seconds.get("step", 0.0))
+        left = statistics.fmean(self._seconds) * (self._total_steps - step.step)
+        line = Text(describe(step, self._total_steps, max(left, 0.0)))
         if self._console.is_terminal:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
         else:
@@ -225,7 +206,6 @@ class View:
         """Show the trainer's /stats, or which nodes are not up while the trainer is not; None if it did not answer."""
         if stats is not None:
             self._total_steps, activity = stats["total_steps"], stats["activity"]
-            self._progress.update(self._steps, total=self._total_steps or None, phase=stats["phase"])
         elif self._states[Task.TRAINER, 0] in STARTING:
             asked = {node: state for node, state in self.states.items() if self._address(node) is not None}
             missing = ", ".join(node for node, state in asked.items() if state in STARTING)
@@ -233,9 +213,8 @@ class View:
             activity = {"what": f"waiting for {missing}", "done": done, "since": self._changed, "until": None}
         else:
             return  # a trainer at work may be too busy to answer
-        self._doing = in_words(activity)
-        if self._live is None and self._report_timer.is_due(activity["since"], is_early=not self._first_steps):
-            self._say(self._doing, "dim")
+        if self._report_timer.is_due(activity["since"], is_early=not self._first_steps):
+            self._say(in_words(activity), "dim")
 
     def _address(self, node: str) -> str | None:
         return health_address(self._run.addresses.endpoints, node)
@@ -260,23 +239,14 @@ class View:
             self._say(f"  {error}", "red")
             self._explained[task.name] = error
 
-    def _render(self) -> RenderableType:
-        table = Table(box=None, pad_edge=False)
-        for column in ("component", "state", "address"):
-            table.add_column(column, overflow="fold")
-        for (task, rank), state in self._states.items():
-            styled = Text(state, STYLES.get(state, ""))
-            table.add_row(f"{task}-{rank}", styled, self._run.addresses.hosts[task][rank])
-        return Group(Text(), table, self._progress, Text(self._doing, "dim", no_wrap=True, overflow="ellipsis"))
 
-
-def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
+def describe(step: Step, total_steps: int, seconds_left: float) -> str:
     """Return a step's line: number, reward, failed completions, loss, seconds by phase, time left, failure.
 
     Args:
         step: the step.
         total_steps: steps of the run; 0 while unknown.
-        seconds_left: seconds until the last step; None while unknown, 0 after it.
+        seconds_left: seconds until the last step; 0 after it, and while unknown.
     """
     parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", _reward(step)]
     if (share := failed([step])) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,18 +33,17 @@ Run = Annotated[str, typer.Argument(help="Id or directory of the run.")]
 Below = Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with every number instead of text.")]
 SHOWN_GROUPS = 3
-"""The groups whose completions the text shows; page and JSON have all."""
+"""The groups whose completions the text shows; JSON has all."""
 
 
 def main(
     run: Run,
     step: Annotated[int, typer.Option(min=1, help="The step.")],
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page with all groups.")] = None,
     as_json: AsJson = False,
     below: Below = RUNS,
 ) -> None:
     """Compute a step of a run again, to the bit, and show which groups and tokens moved the weights."""
-    in_ranks(find_run(run, below).path, step, as_json=as_json, page=None if page is None else str(page))
+    in_ranks(find_run(run, below).path, step, as_json=as_json)
 
 
 def verify(run: Run, as_json: AsJson = False, below: Below = RUNS) -> None:
@@ -80,7 +79,7 @@ def in_ranks(run_dir: Path, step: int, **options: Any) -> None:
         raise typer.Exit(code)
 
 
-def run_rank(run_dir: str, step: int, *, as_json: bool, page: str | None = None, all_steps: bool = False) -> int:
+def run_rank(run_dir: str, step: int, *, as_json: bool, all_steps: bool = False) -> int:
     """Explain a step, or compare all, as the rank that torchrun's variables name; rank 0 prints. Return the exit code.
 
     It is 1 on rank 0 if ``all_steps`` are compared and some differ.
@@ -110,20 +109,15 @@ def run_rank(run_dir: str, step: int, *, as_json: bool, page: str | None = None,
         if all_steps:
             Console().print(Text(verdict(one)), soft_wrap=True)
         else:
-            show(Console(), one, SHOWN_GROUPS)
-    for one in results if page is not None else ():
-        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-            recorded = Console(record=True, width=160, file=nowhere)
-            show(recorded, one, len(one.groups))
-            recorded.save_html(str(page))
+            show(Console(), one)
     return int(all_steps and any(one.step is not None for one in results))
 
 
-def show(console: Console, explained: Explanation, n_groups: int) -> None:
-    """Print an explained step, with the completions of the first ``n_groups`` groups."""
+def show(console: Console, explained: Explanation) -> None:
+    """Print an explained step, with the completions of the first SHOWN_GROUPS groups."""
 
     def line(text: str) -> None:
-        console.print(Text(text), soft_wrap=not console.record)
+        console.print(Text(text), soft_wrap=True)
 
     metrics, tokens, norm = explained.metrics, explained.silence["tokens"], explained.metrics.get("grad_norm", 0.0)
     line(f"run {explained.run}, step {explained.step}: policy version {explained.policy_version} was updated")
@@ -134,19 +128,11 @@ def show(console: Console, explained: Explanation, n_groups: int) -> None:
     line(f"{explained.without_advantage} trained tokens have advantage 0")
     sampled = ", ".join(f"{version}: {count}" for version, count in explained.versions.items())
     line(f"trained tokens by the policy version that sampled them: {sampled}")
-    shares = defaultdict[str, float](float)
-    for group in explained.groups:
-        shares[group.source] += group.share
-    if len(shares) > 1:
-        table = _table(console, "gradient by source", "source", "share")
-        for source, share in sorted(shares.items()):
-            table.add_row(Text(source), f"{share:.1%}")
-        console.print(table)
     table = _table(console, "gradient by group", "group", "norm", "share", "rewards", "versions", "silenced", "prompt")
     for group in explained.groups:
         table.add_row(*_row(group))
     console.print(table)
-    for group in explained.groups[:n_groups]:
+    for group in explained.groups[:SHOWN_GROUPS]:
         title = f"completions of {group.group_id}"
         table = _table(console, title, "reward", "advantage", "tokens", "log-probability", "change", "text")
         for one in group.completions:

@@ -1,7 +1,6 @@
 """``grpo fetch``: a copy of a run's model, or of another directory of a run, on this machine.
 
-The run is on the volume of a cluster, and a small pod that mounts the volume sends the files by rsync. For a run of the
-local runner, whose volume is ``runs/`` here, ``--to`` says where to copy to.
+The run is on the volume of a cluster, and a small pod that mounts the volume sends the files by rsync.
 
 Files arrive in a hidden directory. It gets its name once rsync has found the checksum of every file equal to that on
 the volume. After an interruption the same command continues.
@@ -23,7 +22,7 @@ import typer
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import replace_directory
-from services.run_page.directory import RUNS, Run, named_run
+from services.run_page.directory import RUNS
 
 POD = Path(__file__).with_suffix(".yaml")
 MOUNT = "/shared/runs"
@@ -40,24 +39,17 @@ def main(
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/RUN_ID/WHAT.")] = None,
 ) -> None:
     """Copy what a run has made from a cluster's volume to this machine."""
-    of_run = named_run(run_id) or Run(RUNS / run_id)
-    here = of_run.path / what
-    target = to or here
+    target = to or RUNS / run_id / what
     if target.exists():
         raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
     partial = target.with_name(f".{target.resolve().name}.partial")
-    # What was fetched of a cluster's run is not that run.
-    if of_run.nodes is not None:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(here, partial, symlinks=True)
-    else:
-        check_programs()
-        partial.mkdir(parents=True, exist_ok=True)
-        with pod(run_id) as host:
-            source = f"{MOUNT}/{run_id}/{what}"
-            check_readable(host, source)
-            # Not --info=progress2, which macOS' own rsync does not have.
-            run("rsync", "-rltc", "--partial", "--delete", "--progress", f"{host}:{source}/", f"{partial}/")
+    check_programs()
+    partial.mkdir(parents=True, exist_ok=True)
+    with pod(run_id) as host:
+        source = f"{MOUNT}/{run_id}/{what}"
+        check_readable(host, source)
+        # Not --info=progress2, which macOS' own rsync does not have.
+        run("rsync", "-rltc", "--partial", "--delete", "--progress", f"{host}:{source}/", f"{partial}/")
     count = sum(path.is_file() for path in partial.rglob("*"))
     if not count:
         raise ConfigurationError(f"{run_id} has no files in {what}; name another directory of the run with --what")

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from services.core.errors import ConfigurationError, first_line
 from services.core.files import atomic_write
@@ -29,28 +26,7 @@ from trainer.reporting.group_records import GroupRecords
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FIELDS = {
-    "reward": "the reward",
-    "component_NAME": "the value of the reward function NAME",
-    "source": "the name of the source, empty without SOURCES",
-    "category": "the prompt's category",
-    "row_NAME": "the column NAME of the dataset's row, if the reward reads it",
-    "id": "the prompt's id",
-    "prompt": "the text of the prompt",
-    "completion": "the text of the answer, of an episode that of its last sequence",
-    "step": "the step that trained on it",
-    "version": "the oldest policy version that sampled a token",
-    "tokens": "tokens that the policy sampled",
-    "length": "tokens of the longest sequence, with its prompt",
-    "finish": '"stop", or "length" if it was cut off',
-    "turns": "turns of an episode",
-    "seat": "the seat of a game",
-    "rank": "1 for the best answer of its group, of its seat in a game; equal rewards have one rank",
-    "group_mean": "the mean reward of these answers",
-    "group_size": "the number of these answers",
-}
-"""The columns that an expression may name."""
-CONDITION = "A condition, read by pandas' DataFrame.query: 'reward >= 1 and tokens < 400'. Names: " + ", ".join(FIELDS)
+CONDITION = "A condition, read by pandas' DataFrame.query: 'reward >= 1 and tokens < 400'. The guide has the names."
 
 
 def main(
@@ -58,10 +34,6 @@ def main(
     where: Annotated[str, typer.Argument(metavar="[EXPRESSION]", help=CONDITION)] = "",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answers. Default: only count.")] = None,
     per_prompt: Annotated[int, typer.Option(min=1, metavar="K", help="Most answers of a prompt.")] = 4,
-    held_out: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="JSON Lines; prompts equal to the `prompt` of a line are left out."),
-    ] = None,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Select answers that a run was trained on, token for token."""
@@ -71,9 +43,7 @@ def main(
         raise ConfigurationError(
             f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps a run keeps them"
         )
-    own = run_dir / "evaluations.jsonl"
-    texts = frozenset(text for file in ([own] * own.exists() + (held_out or [])) for text in _prompts(file))
-    answers, left_out = read_answers(records, texts)
+    answers, left_out = read_answers(records)
     kept = choose(answers, where, per_prompt, left_out)
     _print(answers, kept, left_out)
     if kept.empty:
@@ -89,11 +59,11 @@ def main(
         raise ConfigurationError(f"--out {out} cannot be written: {error}") from error
 
 
-def read_answers(records: GroupRecords, held_out: frozenset[str]) -> tuple[DataFrame, Counter[str]]:
+def read_answers(records: GroupRecords) -> tuple[DataFrame, Counter[str]]:
     """Return a row for each recorded answer that may be learned, and the number of the others by reason.
 
-    Left out are aborted answers and those without a reward, and prompts that are held out: those of the test split, and
-    those whose text is among ``held_out``. A group that several steps trained on counts once.
+    Left out are aborted answers and those without a reward, and prompts of the test split. A group that several steps
+    trained on counts once.
 
     Raises:
         ConfigurationError: a record cannot be read.
@@ -108,7 +78,7 @@ def read_answers(records: GroupRecords, held_out: frozenset[str]) -> tuple[DataF
                 groups.add(group.group_id)
                 found, prompt = [*_rows(group, step)], group.prompt
                 left_out["without a reward"] += len(group.episodes) - len(found)
-                if prompt.prompt in held_out or prompt.id.split("/")[-2:-1] == [Split.TEST.value]:
+                if prompt.id.split("/")[-2:-1] == [Split.TEST.value]:
                     left_out["held-out prompts"] += len(found)
                 else:
                     rows += found
@@ -116,7 +86,7 @@ def read_answers(records: GroupRecords, held_out: frozenset[str]) -> tuple[DataF
 
 
 def _rows(group: Group, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the columns of FIELDS, and what identifies it, of each scored answer of a group."""
+    """Yield the columns, and what identifies it, of each scored answer of a group."""
     scored = [
         (number, sequences)
         for number, sequences in enumerate(group.episodes)
@@ -189,33 +159,9 @@ def groups_of(records: GroupRecords, kept: DataFrame) -> Iterator[Group]:
                 yield group.model_copy(update=alone)
 
 
-def _prompts(file: Path) -> Iterator[str]:
-    """Yield the prompts of a file's lines.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or a line has no prompt.
-    """
-    number = 0
-    try:
-        for line in file.read_bytes().splitlines():
-            number += 1
-            yield str(orjson.loads(line)["prompt"])
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{file}, line {number}: needed is an object with a `prompt`") from error
-
-
 def _print(answers: DataFrame, kept: DataFrame, left_out: Counter[str]) -> None:
-    """Print what was kept of each source, and what was left out, by reason."""
-    console = Console()
-    table = Table(box=None, pad_edge=False)
-    for column in ("source", "answers", "right", "kept"):
-        table.add_column(column, justify="left" if column == "source" else "right")
-    for source, of_source in answers.groupby("source") if len(answers) else ():
-        right, n_kept = (of_source["reward"] >= 1).mean(), (kept["source"] == source).sum()
-        table.add_row(Text(str(source) or "(all)"), f"{len(of_source):,}", f"{right:.1%}", f"{n_kept:,}")
-    console.print(table)
+    """Print how many answers were kept, and how many were left out, by reason."""
+    print(f"answers: {len(answers):,}, kept: {len(kept):,}")
     for reason, count in sorted(left_out.items()):
         if count:
-            console.print(Text(f"left out: {count:,} {reason}"))
+            print(f"left out: {count:,} {reason}")

@@ -76,7 +76,7 @@ COMMANDS = {
     "doctor": Program(
         "local_runner.doctor",
         TRAINING,
-        ("grpo doctor", "grpo doctor --job-group jobgroup.yaml --env REWARD_FN=code --env-file my.env"),
+        ("grpo doctor",),
     ),
     "fork": Program(
         "local_runner.fork",
@@ -125,7 +125,6 @@ COMMANDS = {
         ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",),
         "merge_adapter",
     ),
-    "push": Program("scripts.models", MODELS, ("grpo push grpo-20260131-120000 my-org/my-model --private",), "push"),
     "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
 }
 
@@ -136,9 +135,10 @@ OTHER_WORDS = {
     "resume": "grpo run --run-id",
     "eval": "grpo evaluate",
     "set": "grpo fork RUN --at STEP --env NAME=VALUE",
+    "push": "hf upload ORG/NAME RUN/model",
     "chaos": "python -m tests.chaos JOBGROUP, in a checkout,",
 }
-"""Commands of other programs and former ones of ours, and the commands that do the same."""
+"""Commands of other programs and former ones of ours, and what does the same."""
 
 
 def main() -> None:
@@ -209,7 +209,7 @@ def load_command(name: str) -> Any:
         program = importlib.import_module(COMMANDS[name].module)
     app = typer.Typer(add_completion=False)
     examples = "\n\n".join(["Examples:", *COMMANDS[name].examples])
-    app.command(name, cls=getattr(program, "Command", None), epilog=examples)(getattr(program, COMMANDS[name].function))
+    app.command(name, epilog=examples)(getattr(program, COMMANDS[name].function))
     return typer.main.get_command(app)
 
 

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     quiet = run_dir.with_name(f"{given.run_id}-quiet")
     if run_dir.exists() or quiet.exists():
         parser.error(f"{run_dir} or {quiet} exists; give another --run-id")
-    command = [sys.executable, "-m", "scripts.grpo", "run", str(given.job_group), "--plain", *others]
+    command = [sys.executable, "-m", "scripts.grpo", "run", str(given.job_group), *others]
     command += ["--shared-dir", str(given.shared_dir), "--run-id"]
     subprocess.run([*command, quiet.name], check=True)
     draw = functools.partial(plan, given.seed, given.every, given.length, given.fault or (KILL, STOP))

@@ -50,7 +50,7 @@ OPTIONAL = {
     "local": {"filelock", "huggingface_hub", "pyarrow"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
-    "trainer": {"mlflow", "psutil", "trackio"},
+    "trainer": {"psutil", "trackio"},
     "trajectories": {"reasoning_gym", "transformers"},
 }
 

@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import orjson
-import yaml
 
 from benchmarks import job, trl_runs
 from benchmarks.job import ROOT, Job, running, say
@@ -65,21 +64,14 @@ def train(run: Run) -> dict[str, Any]:
 
 @contextmanager
 def prepared(run: Run, directory: Path) -> Iterator[Settings]:
-    """Give a run's settings with paths of what it needs: its model, a part of its sources, files of GSM8K."""
+    """Give a run's settings with paths of what it needs: its model, files of GSM8K."""
     settings = {"PYTHONPATH": str(ROOT)} | run.settings
-    if not settings.get("MODEL_NAME") and "SOURCES" not in settings:
+    if not settings.get("MODEL_NAME"):
         from toys import arithmetic
 
         settings["MODEL_NAME"] = str(directory / "tiny")
         arithmetic.build_model().save_pretrained(settings["MODEL_NAME"])
         arithmetic.build_tokenizer().save_pretrained(settings["MODEL_NAME"])
-    if run.way.begins_in:
-        settings["MODEL_NAME"] = rounded(settings["MODEL_NAME"], run.way.begins_in, directory / "rounded")
-    if run.way.sources:
-        entries = yaml.safe_load((ROOT / settings["SOURCES"]).read_text("utf-8"))
-        settings["SOURCES"] = str(directory / "sources.yaml")
-        chosen = [entry for entry in entries if entry["name"] in run.way.sources]
-        Path(settings["SOURCES"]).write_text(yaml.safe_dump(chosen), "utf-8")
     if settings.get("DATASET") == "gsm8k" and (files := os.environ.get("GSM8K_DIR")):
         settings |= {"DATASET": f"{files}/train.jsonl", "DATASET_TEST": f"{files}/test.jsonl"}
     if run.way.begins_with is None:
@@ -92,15 +84,6 @@ def prepared(run: Run, directory: Path) -> Iterator[Settings]:
     with running(directory / "first", first, job_group) as job:
         job.wait()
         yield settings | {variable: str(job.run_dir / "model")}
-
-
-def rounded(model: str, dtype: str, directory: Path) -> str:
-    """Save a model with weights in another number format, and return its directory."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    AutoModelForCausalLM.from_pretrained(model, dtype=dtype).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(model).save_pretrained(directory)
-    return str(directory)
 
 
 def measurements(job: Job, settings: Settings) -> dict[str, Any]:
@@ -130,9 +113,6 @@ def measurements(job: Job, settings: Settings) -> dict[str, Any]:
     summary = orjson.loads((job.run_dir / "summary.json").read_bytes())
     if summary.get("accuracy_before") is not None:
         figures["accuracy_before"] = summary["accuracy_before"]
-    for source, of_source in (summary.get("sources") or {}).items():
-        figures[f"reward/{source}"] = statistics.fmean(step[f"reward_mean/{source}"] for step in steps)
-        figures[f"accuracy/{source}_before"], figures[f"accuracy/{source}_after"] = of_source["accuracies"]
     return row | {"figures": figures}
 
 

@@ -30,10 +30,6 @@ class Way:
     """The step after which the trainer is killed once; 0: never."""
     begins_with: tuple[str, Settings, str] | None = None
     """Job group and settings of a run before this one, and the variable that names the model of that run."""
-    sources: tuple[str, ...] = ()
-    """The sources of the file of SOURCES that the run has; all without names."""
-    begins_in: str = ""
-    """The number format that the model's weights are rounded to before the run; "": as they are."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ EXACT = {"COMPUTE_TYPE": "float32", "KEEP_MEMORY": "true", "MIN_WORKERS": "1", "
 """Runs on one thread in float32 give the same numbers wherever they run."""
 DEMO = env_file(ROOT / "examples/demo.env") | EXACT | {"NUM_EPOCHS": "1000", "EVAL_SAMPLES": "4"}
 """SmolLM2-135M, with the settings of examples/demo.env: it learns to answer an addition by the number alone."""
-PARITY, LARGE, PERCENTAGE = (f"benchmarks.results.parity:{name}" for name in ("parity", "large", "percentage"))
+PARITY = "benchmarks.results.parity:parity"
 TINY = EXACT | {
     "DATASET": "arithmetic",
     "DATASET_CONFIG": '{"digits": [1, 2], "operations": "+-", "template": "{a}{op}{b}="}',
@@ -154,17 +150,6 @@ BATCHES: dict[str, Settings] = {
 }
 """Prompts x completions of a step, and the steps that have as many completions as the tiny task's 40."""
 
-TYPES = {
-    "float32": Way({"PUBLISH_TYPE": "float32", "ENGINE_DTYPE": "float32"}, begins_in="bfloat16"),
-    "bfloat16": Way(BFLOAT16, begins_in="bfloat16"),
-}
-"""Both sides in one number format, from weights on bfloat16's grid, as most published checkpoints are."""
-ENGINES = {
-    "float32 engine": {},
-    "bfloat16 engine": {"ENGINE_DTYPE": "bfloat16"},
-    "bfloat16 engine, ratio to the policy that sampled": {"ENGINE_DTYPE": "bfloat16"} | AROUND_SAMPLER,
-}
-
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 METHODS: dict[str, Settings] = {
@@ -196,7 +181,7 @@ def four_updates(critic_rate: str) -> dict[str, Settings]:
     return {name: {"UPDATES_PER_BATCH": "4"} | settings for name, settings in own.items()}
 
 
-# --- teachers, examples, rewards --------------------------------------------------------------------------------------
+# --- teachers, examples ----------------------------------------------------------------------------------------------
 
 
 def taught(task: Settings, **teacher: str) -> dict[str, Way]:
@@ -217,18 +202,6 @@ def taught(task: Settings, **teacher: str) -> dict[str, Way]:
 
 FORM = DEMO | env_file(ROOT / "examples/demo-sft-rl.env") | {"MODEL_NAME": DEMO["MODEL_NAME"]}
 EXAMPLES = env_file(ROOT / "examples/demo-sft.env") | {"COMPUTE_TYPE": "float32", "OMP_NUM_THREADS": "1"}
-
-
-def by_component(second: str, weight: str, *, equal: str) -> list[Run]:
-    """Return runs of parity and a second reward: their weighted sum, GDPO, and the sum of equal scales."""
-    weighted = {"REWARD_FN": f"{PARITY}=1,{second}={weight}"}
-    ways: dict[str, Settings] = {
-        "weighted sum": {},
-        "GDPO": {"ADVANTAGE": "gdpo"},
-        "sum of equal weights": {"REWARD_FN": f"{PARITY}=1,{second}={equal}"},
-    }
-    task = "two rewards" if second == LARGE else "a percentage"
-    return runs(task, at("2e-3") | weighted, range(5), ways)
 
 
 # --- tasks of one completion and of several turns ---------------------------------------------------------------------
@@ -266,15 +239,7 @@ CODE = GREEDY | env_file(ROOT / "examples/demo-code.env")
 AGENT = env_file(ROOT / "examples/demo-agent.env") | EXACT | {"ROLLOUT": "agent"}
 GAME = env_file(ROOT / "examples/demo-environment.env") | EXACT | {"ROLLOUT": "environment"}
 NIM = GAME | {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
-MIX = env_file(ROOT / "examples/demo-mix.env") | EXACT | {"MAX_STEPS": "12"}
 BY_GAME = "jobgroups/environment.yaml"
-SOURCES = {
-    "mix": Way(job_group=BY_GAME),
-    "sums alone": Way({"BATCH_SIZE": "2"}, sources=("sums",)),
-    "largest alone": Way({"BATCH_SIZE": "2"}, sources=("largest",)),
-    "guessing alone": Way({"BATCH_SIZE": "4"}, BY_GAME, sources=("guessing",)),
-}
-"""The mix, and each source alone with its groups of the mix."""
 GSM8K = DEMO | {
     "DATASET": "gsm8k",
     "PROMPT_STYLE": "few_shot",
@@ -311,15 +276,6 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("demo", DEMO, range(3), REPLAY),
     ],
     "batch": [run for rate in RISING[:2] for run in runs(f"learning rate {rate}", at(rate), range(5), BATCHES)],
-    "rounding": [
-        *runs("clipped", TINY, range(5), ENGINES),
-        *runs("GSPO", {**TINY, "LOSS": "gspo"}, range(5), ENGINES),
-    ],
-    "rounding_trainer": [
-        run
-        for rate in ("5e-6", "1e-6")
-        for run in runs(f"{rate}, 40 steps", at(rate, DEMO | {"MAX_STEPS": "40"}), range(3), TYPES)
-    ],
     "methods": [
         *runs("tiny, choice of rates", TINY, range(100, 102), TRIED),
         *runs("tiny", TINY, range(5), AT_BEST),
@@ -339,7 +295,6 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         range(5),
         {"RL alone": {}, "SFT, then RL": Way(begins_with=("jobgroups/sft.yaml", EXAMPLES, "MODEL_NAME"))},
     ),
-    "components": [*by_component(LARGE, "0.1", equal="1"), *by_component(PERCENTAGE, "1", equal="0.01")],
     "tasks": [run for task, settings in TASKS.items() for run in runs(task, settings, range(3), {"GRPO": {}})],
     "code": runs("one-line functions", CODE, range(3), {"GRPO": {}}),
     "episodes": [
@@ -347,7 +302,6 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("guessing game", GAME, range(3), {"GRPO": Way(job_group=BY_GAME)}),
         *runs("Nim against itself", NIM, range(3), {"GRPO": Way(job_group=BY_GAME)}),
     ],
-    "mix": runs("mix", MIX, range(3), SOURCES),
     "beside_trl": [
         *runs("tiny", TINY | UNEVALUATED, range(5), BESIDE_TRL),
         *runs("demo", DEMO | UNEVALUATED, range(5), BESIDE_TRL),

@@ -80,21 +80,9 @@ def difference(rows: Sequence[Row], base: Sequence[Row], measure: Measure) -> st
     return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})".replace("-0.000", "+0.000")
 
 
-def reward_of(budget: int | None, figure: str | None) -> Measure:
-    """Return the mean reward over a run's steps, or over its first ``budget`` generated tokens, or a figure of it."""
-
-    def measure(row: Row) -> float | None:
-        if figure:
-            return row["figures"].get(figure)  # type: ignore[no-any-return]
-        if budget is None:
-            return statistics.fmean(row["rewards"]) if row["rewards"] else None
-        left, total = budget, 0.0
-        for reward, tokens in zip(row["rewards"], row["tokens"], strict=True):
-            total += reward * min(tokens, left)
-            left -= min(tokens, left)
-        return total / (budget - left)
-
-    return measure
+def mean_reward(row: Row) -> float | None:
+    """Return the mean reward over a run's steps."""
+    return statistics.fmean(row["rewards"]) if row["rewards"] else None
 
 
 def reached(row: Row, reward: float) -> int | None:
@@ -127,12 +115,11 @@ def commonest_processor(rows: Iterable[Row]) -> str:
 
 def table(rows: Mapping[str, Sequence[Row]], base: str | None, args: argparse.Namespace) -> str:
     """Return a Markdown table of rows by name, without the columns that are empty; ``base`` is compared with."""
-    reward = reward_of(args.tokens, args.figure)
     processor = commonest_processor(row for runs in rows.values() for row in runs)
     lines: list[dict[str, object]] = []
     for name, runs in rows.items():
         line: dict[str, object] = {"": name, "seeds": len(runs)}
-        for measure, of, digits in ((args.figure or "reward", reward, 3), ("accuracy", itemgetter("accuracy"), 2)):
+        for measure, of, digits in (("reward", mean_reward, 3), ("accuracy", itemgetter("accuracy"), 2)):
             line[measure] = spread(map(of, runs), digits)
             line[f"{measure} minus {base}'s"] = difference(runs, rows[base], of) if base not in (None, name) else ""
         if base is None:
@@ -178,21 +165,6 @@ def draw_curves(rows: Sequence[Row], task: str, name: str) -> Path:
     return _saved(figure, name)
 
 
-def draw_clock(rows: Sequence[Row], task: str, name: str) -> Path:
-    """Draw a task's rewards by the seconds of its steps, a line a seed, on the processor that made most of them."""
-    figure = _figure(name, (8, 3.6))
-    axes = figure.subplots()
-    timed = [row for row in rows if row["processor"] == commonest_processor(rows)]
-    for number, (variant, runs) in enumerate(by_name(timed, "variant").items()):
-        for place, row in enumerate(runs):
-            label = "_" if place else variant  # One line of the variant has a place in the legend.
-            seconds = np.cumsum(row["seconds"])
-            axes.plot(seconds, row["rewards"], linewidth=1.2, color=f"C{number}", alpha=0.8, label=label)
-    axes.set(xlabel="seconds of steps", ylabel="mean reward", title=task, xlim=(0, None), ylim=(0, 1))
-    axes.legend(loc="lower right", fontsize="small")
-    return _saved(figure, name)
-
-
 def _figure(name: str, size: tuple[float, float]) -> Figure:
     import matplotlib
     from matplotlib.figure import Figure
@@ -219,10 +191,7 @@ def main() -> None:
     parser.add_argument("--task", default="", help="the tasks that contain this text")
     parser.add_argument("--columns", nargs="+", default=[], help="further columns: names of a row's figures")
     parser.add_argument("--reached", type=float, help="a mean reward; adds the steps and seconds until it")
-    parser.add_argument("--figure", help="a row's figure, in place of the mean reward")
-    parser.add_argument("--tokens", type=int, help="mean rewards over so many generated tokens only")
     parser.add_argument("--draw", action="store_true", help="write docs/results/NAME-TASK.svg: rewards by step")
-    parser.add_argument("--clock", action="store_true", help="write docs/results/NAME-clock.svg: rewards by seconds")
     args = parser.parse_args()
     file = Path(args.name) if args.name.endswith(".jsonl") else KEPT / f"{args.name}.jsonl"
     tasks = by_name((row for row in read_records(file) if args.task in row["task"]), "task")
@@ -237,8 +206,6 @@ def main() -> None:
         if args.draw:
             name = re.sub(r"\W+", "-", task.lower()).strip("-")
             print(draw_curves([row for row in rows if len(row["rewards"]) > 1], task, f"{file.stem}-{name}"))
-        if args.clock:
-            print(draw_clock(rows, task, f"{file.stem}-clock"))
 
 
 if __name__ == "__main__":

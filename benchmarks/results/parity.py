@@ -9,13 +9,3 @@ def parity(prompt: str, response: str) -> float:
     """Return the share of PARITY_TOKENS that are even digits after a sum, or odd ones after a difference."""
     wanted = "02468" if "+" in prompt else "13579"
     return sum(character in wanted for character in response) / PARITY_TOKENS
-
-
-def large(response: str) -> float:
-    """Return the share of PARITY_TOKENS that are digits above 4."""
-    return sum(character in "56789" for character in response) / PARITY_TOKENS
-
-
-def percentage(response: str) -> float:
-    """Return ``large`` as a percentage."""
-    return 100 * large(response)

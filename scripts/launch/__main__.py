@@ -64,7 +64,6 @@ def main(
     stock: Annotated[bool, Option("--stock", help=STOCK)] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
-    check: Annotated[bool, Option("--check", hidden=True)] = False,
 ) -> int | None:
     """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
     # Somebody who wants to see the options must not pay for GPUs.
@@ -72,10 +71,6 @@ def main(
         typer.echo(context.get_help())
         typer.echo("For example: grpo launch --model Qwen/Qwen2.5-0.5B-Instruct --gpus L4:1 --dry-run")
         raise typer.Exit(2)
-    if check:
-        context.fail(
-            "No such option: --check; launch one step of a small model, with --env MAX_STEPS=1, to try a cluster"
-        )
     from scripts.launch.plan import Request, plan_of
 
     logs.configure("launch", "error")

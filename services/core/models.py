@@ -1,13 +1,11 @@
 """Models by name or directory, for programs that do not load them: download, files, vocabulary and context length.
 
-``download_model`` fills the Hugging Face cache by one process for all nodes that share it. ``python -m
-services.core.models NAME`` prints whether the hub has a model.
+``download_model`` fills the Hugging Face cache by one process for all nodes that share it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of, first_line
+from services.core.errors import ConfigurationError, DependencyLostError, first_line
 from services.core.files import check_model, check_model_directory
 from services.core.logs import get_logger
 
@@ -34,7 +32,7 @@ REPORT_SECONDS = 30.0
 """The time between two lines of the log of a process that waits for another one's download."""
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 10.0
-"""Longest time for the answer whether the hub has a model."""
+"""Longest time for the answer whether the hub has a dataset."""
 READ_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """The files of a model that trainer and engines read."""
 UNREAD_FILES = ["original/*", "consolidated*"]
@@ -92,21 +90,17 @@ def model_files(model: str, *, with_weights: bool) -> Path:
         ) from error
 
 
-def is_listed(name: str, kind: str = "model") -> bool:
-    """Return whether the hub, or the cache of models, has a model or dataset; False if the hub does not answer.
+def is_dataset_listed(name: str) -> bool:
+    """Return whether the hub has a dataset; False if the hub does not answer.
 
     Raises:
-        ConfigurationError: the hub answers that it has no model or dataset of that name.
+        ConfigurationError: the hub answers that it has no dataset of that name.
     """
     try:
-        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
-        if kind == "model" and (folder / "snapshots").is_dir():
-            return True
-        huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=LOOK_SECONDS)
+        huggingface_hub.HfApi().repo_info(name, repo_type="dataset", timeout=LOOK_SECONDS)
     except (RepositoryNotFoundError, HFValidationError) as error:
-        setting = "DATASET" if kind == "dataset" else "MODEL_NAME"
         raise ConfigurationError(
-            f"{setting}={name}: the Hugging Face hub has no such {kind}, or it is private; check the name, give "
+            f"DATASET={name}: the Hugging Face hub has no such dataset, or it is private; check the name, give "
             "--secret HF_TOKEN, or give a path"
         ) from error
     except Exception:  # noqa: BLE001  # its own errors, those of its HTTP library, and OSError
@@ -201,7 +195,3 @@ def _configured(model: str, named_by: str, field: str) -> int:
     raise ConfigurationError(
         f"{named_by} {model!r}: its configuration cannot be loaded: {reason}; give a Hugging Face name or directory"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: print("listed" if is_listed(sys.argv[1]) else "", end="")))

@@ -42,7 +42,7 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
     if "--rows" in sys.argv or not Path(settings.model_name or "").expanduser().is_dir():
         settings = settings.model_copy(update={"model_name": None})
     on_hub = is_on_hub(settings.dataset)
-    if on_hub and not models.is_listed(hub_name(settings)[0], "dataset"):
+    if on_hub and not models.is_dataset_listed(hub_name(settings)[0]):
         return {}
     dataset = load(settings, source, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
@@ -55,8 +55,7 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
     }
     if "--items" in sys.argv:
         _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
-    numbers = {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
-    return numbers | {"shadowed": list(dataset.rows.shadowed)}
+    return {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
 
 
 def _write_items(dataset: Dataset, path: Path) -> None:

@@ -222,14 +222,14 @@ class Run:
         """Return the time of the newest of the run's own files and logs."""
         return last_modified(self.path, [*self.path.glob("*.json*"), *self.path.glob("logs/*.log")])
 
-    def usage(self, below: str = ".") -> tuple[int, float]:
-        """Return the disk space of the run, or of a directory of it, in bytes, and the time of the newest file there.
+    def usage(self) -> tuple[int, float]:
+        """Return the disk space of the run in bytes, and the time of its newest file.
 
         A file with several links counts once, and symbolic links are not followed.
         """
         sizes: dict[tuple[int, int], int] = {}
         written = 0.0
-        for parent, _, names in os.walk(self.path / below):
+        for parent, _, names in os.walk(self.path):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a running run
                     status = os.lstat(os.path.join(parent, name))

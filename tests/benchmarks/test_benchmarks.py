@@ -48,7 +48,7 @@ def test_an_interval_is_students() -> None:
 def test_only_runs_of_one_seed_on_one_processor_are_compared() -> None:
     base = [row("base", seed, [0.1 * seed]) for seed in range(4)]
     more = [row("more", seed, [0.1 * seed + 0.25]) for seed in range(4)]
-    reward = figures.reward_of(None, None)
+    reward = figures.mean_reward
     assert figures.difference(more, base, reward) == "+0.250 (+0.250 to +0.250)"
     assert figures.difference(base, base, reward) == "identical"
     more[0]["processor"] = more[1]["processor"] = "another"
@@ -60,16 +60,11 @@ def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean() -> None:
         assert figures.reached(row("any", 0, rewards), 0.9) == count
 
 
-def test_a_reward_of_tokens_leaves_out_what_was_generated_after_them() -> None:
-    assert figures.reward_of(15, None)(row("any", 0, [0.0, 1.0, 1.0])) == pytest.approx(1 / 3)
-    assert figures.reward_of(None, "share")(row("any", 0, [0.0])) == 0.5
-
-
 def test_a_table_has_a_line_for_each_variant_without_empty_columns() -> None:
     rows = {
         name: [row(name, seed, [shift, 0.5 + shift]) for seed in range(3)] for name, shift in (("a", 0), ("b", 0.5))
     }
-    args = argparse.Namespace(tokens=None, figure=None, reached=0.9, columns=["share"])
+    args = argparse.Namespace(reached=0.9, columns=["share"])
     head, _, first, second = figures.table(rows, "a", args).splitlines()
     assert "accuracy" not in head
     assert "reward minus a's" in head

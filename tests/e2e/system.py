@@ -85,7 +85,7 @@ class System:
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [
-                    *[sys.executable, "-m", "scripts.grpo", "run", job_group, "--plain"],
+                    *[sys.executable, "-m", "scripts.grpo", "run", job_group],
                     *["--run-id", run_id, "--shared-dir", str(shared_dir), *options, *arguments],
                 ],
                 cwd=ROOT,

@@ -22,7 +22,7 @@ def test_the_demo_trains_with_its_own_settings(tmp_path: Path) -> None:
     model = tmp_path / "model"
     grpo("demo-model", model)
     options = ("--env-file", "examples/demo.env", "--env", f"MODEL_NAME={model}", "--env", f"MAX_STEPS={STEPS}")
-    grpo("run", *options, "--plain", "--run-id", "demo", "--shared-dir", tmp_path)
+    grpo("run", *options, "--run-id", "demo", "--shared-dir", tmp_path)
     run_dir = tmp_path / "runs" / "demo"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["ranks"]) == ("succeeded", STEPS, 2)

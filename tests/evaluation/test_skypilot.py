@@ -185,7 +185,7 @@ def test_without_skypilot_the_error_has_the_install_command(here, monkeypatch):
 def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
     variables = {**ARITHMETIC, "MODEL_NAME": str(tiny_model), "EVAL_SAMPLES": "2", "ROLLOUT_ENGINE": "embedded"}
     options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]
-    given = (YAML, "--plain", "--shared-dir", tmp_path, "--run-id", "e")
+    given = (YAML, "--shared-dir", tmp_path, "--run-id", "e")
     done = subprocess.run(
         [sys.executable, "-m", "scripts.grpo", "run", *given, *options],
         cwd=ROOT,

@@ -21,14 +21,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run.mkdir(parents=True)
     for name, content in FILES.items():
         (run / name).write_text(json.dumps(content))
+    (run / "checkpoints/step-000001").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
     monkeypatch.chdir(tmp_path)
     return run
 
 
 FORK = ("fork", "mine", "--at", "1", "--dry-run")
+PREPARE = (*FORK[:-1], "--prepare")
 DAMAGES = [
-    *((FORK, "metrics.jsonl", content) for content in ("{bad}\n", "[1]\n", '{"stop": 1}\n')),
+    *((PREPARE, "metrics.jsonl", content) for content in ("{bad}\n", "[1]\n", '{"stop": 1}\n')),
     *(
         (FORK, "config.json", content)
         for content in ('{"comp', "[]", '{"components": 3}', '{"components": {"ppo-trainer": 1}}')

@@ -12,11 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from local_runner import checks, nodes, spec
 from local_runner.nodes import Addresses, LocalRun
-from local_runner.run import _show_nodes
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import endpoints
 from services.core.endpoints import Task
@@ -169,15 +167,6 @@ def test_gpus_go_to_the_tasks_that_ask_for_them_in_turn():
     ]
     assert given(four, service) == ("", "0")
     assert [given(("0",), rollout, 1), given(("0",), trainer)] == [("0", "1"), ("0", "1")]
-
-
-def test_a_dry_run_shows_each_nodes_gpus(capsys):
-    trainer = TaskSpec("trainer", "train", num_nodes=2, gpus_per_node=2)
-    _show_nodes(Console(width=100), run_of(trainer, TaskSpec("service", "serve"), gpus=("0", "1", "2", "3")))
-    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0,", "1", "train"] in [row[2:] for row in rows]
-    assert ["2,", "3", "train"] in [row[2:] for row in rows]
-    assert ["none", "serve"] in [row[2:] for row in rows]
 
 
 def test_an_exported_choice_of_gpus_is_shared_out_among_the_nodes(monkeypatch):

@@ -70,20 +70,20 @@ def test_failed_completions_are_counted_and_the_most_frequent_reason_told(failur
     both = steps(2, [(1.0, 4)], 90.0, failures)
     assert failed(both) == share
     assert f"{share}. The most frequent failure: {failures[0][2]}. {remedy}" in advice(both)
-    assert f"reward 1.000  failed {failed(both[:1])}" in describe(both[0], 0, None)
+    assert f"reward 1.000  failed {failed(both[:1])}" in describe(both[0], 0, 0)
 
 
 def test_the_advice_is_in_the_third_steps_line_once_and_with_the_figures_of_a_run(tmp_path: Path):
     taught_nothing = steps(3, [(0.0, 32)], 0.0, [("exception", 6, BROKEN)])
     console = Console(file=io.StringIO(), width=80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
-        for step in taught_nothing[:2]:
-            shown.step(step)
-        assert "The model has learned nothing" not in console.file.getvalue()
-        for step in [taught_nothing[2], *taught_nothing]:
-            shown.step(step)
+    shown = View(run_of(TaskSpec("ppo-trainer", "")), console)
+    for step in taught_nothing[:2]:
+        shown.step(step)
+    assert "The model has learned nothing" not in console.file.getvalue()
+    for step in [taught_nothing[2], *taught_nothing]:
+        shown.step(step)
     assert console.file.getvalue().count(advice(taught_nothing)) == 1
-    whole = describe(taught_nothing[0], 0, None)
+    whole = describe(taught_nothing[0], 0, 0)
     assert len(whole) > 80
     assert whole in console.file.getvalue().splitlines()
     lines = [line(number, [(0.0, 32)], 0.0, [("exception", 6, BROKEN)]) for number in (1, 2, 3)]
@@ -98,7 +98,7 @@ def test_the_advice_is_in_the_third_steps_line_once_and_with_the_figures_of_a_ru
 def test_a_steps_line_says_when_it_taught_nothing_and_the_reward_of_each_source():
     told = [line(1), line(2, [(0.0, 8)]), line(3, [(0.0, 8)], 64.0)]
     of_sources = {"step": 4, "reward_mean": 0.5, "reward_mean/game": 0.25, "reward_mean/sums": 0.75, "groups/sums": 2}
-    assert [describe(Step.read(one), 9, None) for one in (*told, json.dumps(of_sources).encode())] == [
+    assert [describe(Step.read(one), 9, 0) for one in (*told, json.dumps(of_sources).encode())] == [
         "step 1/9  no reward",
         "step 2/9  reward 0.000  equal rewards",
         "step 3/9  reward 0.000",

@@ -67,7 +67,13 @@ def test_steps_are_printed_as_they_end(here):
         # Of an earlier attempt; then the total number of steps is known.
         await eventually(lambda: "training step 1" in here.printed())
         for step in (1, 2, 3):
-            record = {"step": step, "reward_mean": step / 10, "loss": 0.01, "seconds_generate": 1.5}
+            record = {
+                "step": step,
+                "reward_mean": step / 10,
+                "loss": 0.01,
+                "seconds_generate": 1.5,
+                "seconds_step": 2.0,
+            }
             with (RUN_DIR / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
             await eventually(lambda step=step: f"step {step}/3" in here.printed())
@@ -77,7 +83,7 @@ def test_steps_are_printed_as_they_end(here):
     RUN_DIR.mkdir(parents=True)
     (RUN_DIR / "metrics.jsonl").write_text('{"step": 7, "reward_mean": 0.7}\n')
     volume = {"envs": {"SHARED_DIR": "/shared"}, "volumes": {"/shared": "volume"}}
-    assert here.run({TRAINER: trainer}, "--plain", ppo_trainer=volume) == 0
+    assert here.run({TRAINER: trainer}, ppo_trainer=volume) == 0
     printed = here.output
     assert "step 2/3  reward 0.200  loss +0.0100  generate 1.5s" in printed
     assert "step 7" not in printed

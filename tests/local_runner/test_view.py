@@ -1,7 +1,6 @@
 """The runner's output fits the terminal, and its times say what they measure."""
 
 import io
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -39,19 +38,13 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_the_view_has_step_reward_phase_and_time_left():
+def test_a_step_is_shown_with_the_time_that_is_left():
     console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
-    with View(run_of(trainer), console, live=True) as shown:
-        shown.trainer(stats("train"))
-        shown.step(Step(1, 0.1, None, SECONDS))
-        shown.step(Step(2, 0.2, None, SECONDS))
-        shown.trainer(stats("save", WAIT))
-    said = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", printed(console)).replace("\r", "\n")
-    assert "step 2/3  reward 0.200" in said
-    last = said.rpartition("component")[2]
-    assert re.search(r"2/3 reward 0.200 save 0:00:0\d", last)
-    assert WAIT in last
-    assert max(map(len, said.splitlines())) <= 80
+    shown = View(run_of(trainer), console)
+    shown.trainer(stats("train"))
+    for number in (1, 2):
+        shown.step(Step(number, number / 10, None, {"step": 90.0}))
+    assert "step 2/3  reward 0.200  step 90.0s  1m30s left" in printed(console)
 
 
 def stats(phase: str, what: str = "", seconds: float = 0.0) -> dict[str, Any]:
@@ -62,18 +55,18 @@ def stats(phase: str, what: str = "", seconds: float = 0.0) -> dict[str, Any]:
 
 def test_a_wait_of_ten_seconds_is_printed_and_again_after_ten_more(monkeypatch):
     console = Console(file=io.StringIO(), width=80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
-        shown.trainer(stats("publish", WAIT, 9))
-        assert WAIT not in printed(console)
-        for _ in range(5):
-            shown.trainer(stats("publish", WAIT, 11))
-        assert printed(console).count(WAIT) == 1
-        monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
-        shown.trainer(stats("publish", WAIT, 22))
-        assert printed(console).count(WAIT) == 2
-        shown.step(STEP)
-        shown.trainer(stats("publish", WAIT, 33))
-        assert printed(console).count(WAIT) == 2, "steps come less often than such lines would"
+    shown = View(run_of(TaskSpec("ppo-trainer", "")), console)
+    shown.trainer(stats("publish", WAIT, 9))
+    assert WAIT not in printed(console)
+    for _ in range(5):
+        shown.trainer(stats("publish", WAIT, 11))
+    assert printed(console).count(WAIT) == 1
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
+    shown.trainer(stats("publish", WAIT, 22))
+    assert printed(console).count(WAIT) == 2
+    shown.step(STEP)
+    shown.trainer(stats("publish", WAIT, 33))
+    assert printed(console).count(WAIT) == 2, "steps come less often than such lines would"
 
 
 def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeypatch):
@@ -83,16 +76,16 @@ def test_before_the_trainer_answers_it_says_which_components_are_missing(monkeyp
     ports = {"ppo-trainer-0:8004": "t:1", "reward-server-0:8002": "r:1", "data-server-0:8000": "d:1"}
     run = LocalRun(run.group, run.run_id, run.shared_dir, Addresses(run.addresses.hosts, ports), run.gpus, run.mark)
     console = Console(file=io.StringIO(), width=80)
-    with View(run, console, live=False) as shown:
-        for task in tasks:
-            shown.state(task, 0, State.RUNNING, "pid 1")
-        shown.up("data-server", 0)
-        shown.trainer(None)
-        assert "waiting for ppo-trainer-0, reward-server-0, 1 of 3 up, for 0 s" in printed(console)
-        shown.up("ppo-trainer", 0)
-        before = printed(console)
-        shown.trainer(None)
-        assert printed(console) == before, "a trainer at work may be too busy to answer"
+    shown = View(run, console)
+    for task in tasks:
+        shown.state(task, 0, State.RUNNING, "pid 1")
+    shown.up("data-server", 0)
+    shown.trainer(None)
+    assert "waiting for ppo-trainer-0, reward-server-0, 1 of 3 up, for 0 s" in printed(console)
+    shown.up("ppo-trainer", 0)
+    before = printed(console)
+    shown.trainer(None)
+    assert printed(console) == before, "a trainer at work may be too busy to answer"
 
 
 @pytest.mark.parametrize(
@@ -168,10 +161,9 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands_short_where_grpo_was_ca
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
     assert ["time", "of", "last", "attempt", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
-    assert "size of all runs in runs/: " in said
     assert "directory  runs/run-1, disk space " in said
-    evaluate = "evaluate --model runs/run-1/model --env-file examples/demo.env"
-    for command in ("view runs/run-1", "clean runs/run-1", "chat runs/run-1", evaluate):
+    evaluate = "evaluate --model runs/run-1/model --env-file examples/demo.env --env 'INSTRUCTION=Think, then answer.'"
+    for command in ("view runs/run-1", "chat runs/run-1", evaluate):
         assert f"  .venv/bin/grpo {command}" in said
     assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
         [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]
@@ -228,44 +220,29 @@ def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypat
     assert command.partition(" jobgroup.yaml")[2] == f"{given} --run-id run-1"
 
 
-def agents_run(dataset: str, **of_trainer: str) -> tuple[TaskSpec, ...]:
-    """Return tasks as a job group's file has them, with the variables of the command line in all of them."""
-    given = {"MAX_STEPS": "4", "EVAL_PROMPTS": "0", "HF_HUB_OFFLINE": "1", "MAX_NEW_TOKENS": "6"}
-    data = {"DATASET": dataset, "MODEL_NAME": "m", "SHARED_DIR": "/shared"}
-    of_task = {"ppo-trainer": data | of_trainer, "data-server": data, "reward-server": {"REWARD_FN": "math"}}
-    return tuple(TaskSpec(name, "", environment=own | given) for name, own in of_task.items())
-
-
-def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_once(tmp_path, monkeypatch):
+def test_an_evaluation_is_offered_unless_it_needs_the_environments_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    env = ["MAX_STEPS=6", "EVAL_PROMPTS=0", "MAX_NEW_TOKENS=6", "HF_HUB_OFFLINE=1", "MAX_STEPS=4"]
-    Path("shop.env").write_text("AGENT=shop_agent:solve\n")
-    launch = Launch(Path("g.yaml"), env=env, env_files=[Path("shop.env")])
-    always = ["HF_HUB_OFFLINE=1", "MAX_NEW_TOKENS=6"]
-    for agent, dataset, of_job_group in (
-        ("shop_agent:solve", "gsm8k", []),
-        ("other:solve", "rows.jsonl", ["AGENT=other:solve", "DATASET=rows.jsonl"]),
-    ):
-        tasks = agents_run(dataset, ROLLOUT="agent", AGENT=agent)
-        command = after(launch, 0, tmp_path / dataset, *tasks)["evaluate"]
-        env_file, *options = command.partition("/model ")[2].split(" --env ")
-        assert env_file == "--env-file shop.env"
-        assert sorted(options) == sorted([*always, *of_job_group])
-    # Episodes of an environment need the environment-servers of a run.
-    commands = after(Launch(Path("g.yaml")), 0, tmp_path, *agents_run("seeds", ROLLOUT="environment"))
-    assert "evaluate" not in commands
+    monkeypatch.setenv("API_KEY", "hush")
+    monkeypatch.setenv("MAX_STEPS", "4")
+    launch = Launch(Path("g.yaml"), env=["MAX_STEPS", "SEED=1", "API_KEY"], env_files=[Path("shop.env")])
+    for rollout, offered in ("completion", True), ("environment", False):
+        own = {"MODEL_NAME": "m", "ROLLOUT": rollout, "EVAL_PROMPTS": "0"}
+        commands = after(launch, 0, tmp_path / rollout, TaskSpec("ppo-trainer", "", environment=own))
+        assert ("evaluate" in commands) is offered
+        if offered:
+            options = commands["evaluate"].partition("/model ")[2]
+            assert options == "--env-file shop.env --env MAX_STEPS=4 --env SEED=1 --env API_KEY"
 
 
 FAILURE = "reward_error: mine:score: LookupError: no answer (mine.py, line 3, in score)"
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_the_first_failed_answer_is_told_once_when_it_happens(live):
-    console = terminal(200) if live else Console(file=io.StringIO(), width=80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=live) as shown:
-        for text in ("", FAILURE, FAILURE, "", FAILURE):
-            shown.failure(text)
-        assert f"an answer failed: {FAILURE}" in printed(console)
+def test_the_first_failed_answer_is_told_once_when_it_happens():
+    console = Console(file=io.StringIO(), width=80)
+    shown = View(run_of(TaskSpec("ppo-trainer", "")), console)
+    for text in ("", FAILURE, FAILURE, "", FAILURE):
+        shown.failure(text)
+    assert f"an answer failed: {FAILURE}" in printed(console)
     assert printed(console).count(FAILURE) == 1
 
 
@@ -275,5 +252,5 @@ def test_a_steps_line_has_what_its_most_frequent_failure_says():
         ("limit", 1, "429"),
     ]
     step = Step(1, 0.0, None, {"step": 1.0}, reward_counts=[(0.0, 1)], failures=failures)
-    line = describe(step, 10, None)
+    line = describe(step, 10, 0)
     assert line == f"step 1/10  reward 0.000  failed 16/16 (reward_error 15, limit 1)  step 1.0s  {FAILURE}"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import exit_code_of
-from services.core.files import write_json
 from tests.pages import grpo_command
 from tests.skypilot_facts import skypilot_facts
 
@@ -117,15 +116,6 @@ def test_a_run_that_the_volume_does_not_have_is_named_with_those_it_has(cluster,
     assert "/shared/runs/grpo-2/model cannot be read on the volume" in said
     assert "newest first: grpo-1" in said
     assert calls(cluster)[-1] == "down POD"
-
-
-def test_a_run_of_the_local_runner_is_copied_without_a_pod(cluster, fetch):
-    (cluster / "volume").rename(cluster / "work/runs")
-    write_json(cluster / "work/runs/grpo-1/nodes.json", {"pid": 1, "started": 0.0, "machine": "here", "endpoints": {}})
-    code, said = fetch("grpo-1", "--to", "copied/model")
-    assert code == 0, said
-    assert files(cluster / "work/copied/model") == FILES
-    assert not (cluster / "calls").exists()
 
 
 @needs_rsync

@@ -111,21 +111,15 @@ def test_a_fork_ends_with_the_weights_of_its_run_only_with_all_of_its_state(
     assert [line["step"] for line in fork.metrics] == [1, 2, 3, 4]
 
 
-def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, tmp_path: Path) -> None:
+def test_a_fork_shares_what_nobody_writes(parent: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     fork = Fork(RunFiles(parent), AT, ["LOSS=cispo"], "fork")
     fork.check()
-    told = fork.disk()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing was written to say so"
-    assert told.startswith("fork takes ")
-    assert " and records with base; " in told
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "a check writes nothing"
     fork.write()
     files = [path for path in fork.new.rglob("*") if path.is_file()]
     shared = {path for path in files if path.stat().st_nlink == 2}
     assert {path.relative_to(fork.new).parts[0] for path in shared} == {"checkpoints", "groups"}
-    assert sum(path.stat().st_size for path in shared) == sum(part.size for part in fork.parts() if part.is_link)
-    copied = sum(path.stat().st_size for path in files if path not in shared and path.name != "fork.json")
-    assert copied == sum(part.size for part in fork.parts() if not part.is_link)
     assert sorted(path.name for path in fork.new.glob("groups/*")) == ["step-000001", "step-000002"]
     assert orjson.loads((fork.new / "fork.json").read_bytes()) == {
         "parent": "base",
@@ -136,12 +130,10 @@ def test_a_fork_shares_what_nobody_writes_and_says_what_it_takes(parent: Path, t
 
 def test_a_fork_is_refused_where_its_state_is_not_that_of_the_step(parent: Path, tmp_path: Path) -> None:
     run = RunFiles(parent)
-    with pytest.raises(ConfigurationError, match=r"--at 9: .*/runs/base has 4 steps"):
-        Fork(run, 9, []).check()
+    with pytest.raises(ConfigurationError, match=r"--at 3: .*/runs/base has no checkpoint .* those of the steps 2, 4;"):
+        Fork(run, 3, []).check()
     with pytest.raises(ConfigurationError, match="base exists; name the new run with --run-id"):
         Fork(run, AT, [], "base").check()
-    assert Fork(run, 3, []).start == AT
-    assert "steps 3 to 3 are run again from checkpoint step-000002" in Fork(run, 3, []).cost()
     config = orjson.loads((parent / "config.json").read_bytes())
     config["components"]["data-server"] = {"settings": {"curriculum": "balanced"}}
     (parent / "config.json").write_bytes(orjson.dumps(config))

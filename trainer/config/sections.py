@@ -184,10 +184,10 @@ class RunSection(ModelSettings, MethodSettings, ModeSection, AsynchronousSection
     """Record the groups that each step trains on, with their tokens, in the run directory: `off`, the last n steps
     (`100`), or `all`. Unset: as many of the last 1000 as a tenth of the volume's free space holds, which the preflight
     computes; `all` where MAX_STEPS fit into that tenth."""
-    tracker: Literal["auto", "none", "wandb", "trackio", "mlflow"] = "auto"
+    tracker: Literal["auto", "none", "wandb", "trackio"] = "auto"
     """Also send the metrics to a tracker, which reads its own variables: `wandb` (WANDB_PROJECT and others), `trackio`
-    (TRACKIO_SPACE_ID and others; unset, its files are in SHARED_DIR/trackio), `mlflow` (MLFLOW_TRACKING_URI). `auto`:
-    `wandb` if WANDB_API_KEY is set. A resumed run continues its curve there."""
+    (TRACKIO_SPACE_ID and others; unset, its files are in SHARED_DIR/trackio). `auto`: `wandb` if WANDB_API_KEY is set.
+    A resumed run continues its curve there."""
     profile_steps: Annotated[str, AfterValidator(_named_steps)] = ""
     """Profile these steps, such as `10` or `10:12`, on rank 0 and in SGLang: the directory `profile` of the run
     has traces of the processor and the GPU for Perfetto, a snapshot of the trainer's GPU memory, and a timeline of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,21 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from services.core.endpoints import Task
-from services.core.files import atomic_write, read_records
+from services.core.files import atomic_write
 from services.run_page.directory import Run
 
 CARD = "README.md"
-CURVE = "reward.png"
 _OF_THIS_RUN = ("shared_dir", "run_id", "log_level", "model_name")
 """Settings that say nothing about the model, or stand elsewhere in the card."""
 _SECRET = "**********"
 
 
 def write_card(run_dir: Path) -> Path:
-    """Write the card of a finished run into its ``model`` directory, with the reward curve; return the card's path.
+    """Write the card of a finished run into its ``model`` directory; return the card's path.
 
     The card has no secret, because config.json has none, and no path of the machine beyond a file's name.
     """
     run = Run(run_dir)
-    if (run_dir / CURVE).exists():
-        shutil.copyfile(run_dir / CURVE, run_dir / "model" / CURVE)
     card = run_dir / "model" / CARD
     atomic_write(card, "\n".join(_card(run)).encode())
     return card
@@ -52,10 +48,6 @@ def _card(run: Run) -> Iterator[str]:
         f"(`ADVANTAGE={method}`, `LOSS={settings.get('loss', '')}`).\n"
     )
     yield from _table("| | before | after |\n|---|---|---|", _results(summary))
-    if (run.path / "model" / CURVE).exists():
-        yield f"![mean reward and accuracy by step]({CURVE})\n"
-    yield "## Data and cost\n"
-    yield from _table("| | |\n|---|---|", _costs(run.path, summary))
     yield "## Settings\n\nThose that differ from the defaults, by component:\n"
     yield from _table("| component | setting | value |\n|---|---|---|", _changed(run.components))
     yield "## Software\n"
@@ -95,17 +87,6 @@ def _results(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _accuracy(summary: Mapping[str, Any], when: str) -> str:
     low, value, high = (summary.get(f"accuracy_{when}{part}") for part in ("_low", "", "_high"))
     return "" if value is None else f"{value:.3f} ({low:.3f} to {high:.3f})"
-
-
-def _costs(run_dir: Path, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the data, the time and the tokens of the run."""
-    rows, left_out = summary.get("rows"), summary.get("rows_left_out") or {}
-    yield "rows", f"{rows:,}" + (f", {sum(left_out.values()):,} left out" if left_out else "") if rows else ""
-    yield "device", f"{summary.get('device')}, {summary.get('compute_type')}; ranks: {summary.get('ranks')}"
-    yield "seconds of training", f"{summary.get('seconds') or 0:,.0f}"
-    lines = read_records(run_dir / "metrics.jsonl")
-    for name, label in (("completions", "completions"), ("completion_tokens", "tokens generated")):
-        yield label, f"{sum(line.get(name, 0) for line in lines):,.0f}"
 
 
 def _changed(components: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:

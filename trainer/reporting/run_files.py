@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from services.core.endpoints import Task
-from services.core.files import atomic_write, read_records
+from services.core.files import atomic_write
 from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol.base import ComponentRecord
@@ -120,12 +120,10 @@ class RunFiles:
         _append(self.directory / "evaluations.jsonl", [{"step": step, **sample} for sample in samples])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, after a first step the reward curve, and at the end the card of the model."""
+        """Write summary.json, and after a success the card of the model."""
         self._write_config()  # again, because components that started late have left their records by now
         _write_json(self.directory / "summary.json", summary)
         self._succeeded = summary["status"] == "succeeded"
-        if (self.directory / "metrics.jsonl").exists():
-            draw_reward_curve(self.directory)
         if summary["status"] == "succeeded" and (self.directory / "model").is_dir():
             write_card(self.directory)
 
@@ -149,29 +147,6 @@ class RunFiles:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("TensorBoard's events are incomplete", reason=str(error))
         self._tracker.finish(succeeded=self._succeeded)
-
-
-def draw_reward_curve(run_dir: Path) -> None:
-    """Draw reward.png from metrics.jsonl."""
-    from matplotlib.figure import Figure
-
-    lines = read_records(run_dir / "metrics.jsonl")
-    steps = [line["step"] for line in lines if "reward_mean" in line]
-    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards, marker="o", markersize=3, label="training reward")
-    summary = orjson.loads((run_dir / "summary.json").read_bytes())
-    accuracies = {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
-    # The evaluations before the first step and after the last prompt are in no step's line.
-    accuracies |= {0: summary["accuracy_before"], summary["accuracy_after_step"]: summary["accuracy_after"]}
-    points = sorted((step, accuracy) for step, accuracy in accuracies.items() if accuracy is not None)
-    if points:
-        axes.plot(*zip(*points, strict=True), marker="s", linestyle="--", label="held-out accuracy (greedy)")
-    axes.set(xlabel="step", ylabel="mean reward, accuracy", title=run_dir.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(run_dir / "reward.png", dpi=120)
 
 
 def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:
