@@ -13,6 +13,8 @@ import difflib
 import importlib
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -110,6 +112,8 @@ ASK_ENGINES = (Task.GATEWAY, Task.COLLECTOR)
 """The tasks beside the trainer whose components send requests to the engines."""
 IMPORT_SECONDS = 120.0
 """Longest time that the import of a component's functions may take."""
+_SHELL_WORDS = {".", "case", "cd", "eval", "exec", "export", "for", "if", "set", "source", "ulimit", "umask", "while"}
+"""Words with which a shell command may begin that are not programs."""
 ERROR = "error: "
 """The beginning of the line in which ``exit_code_of`` names an error."""
 
@@ -423,6 +427,8 @@ def _missing_files(settings: Settings) -> Iterator[str]:
             check_model(model)
         for teacher in getattr(settings, "teacher_models", ()):
             check_model(teacher, "TEACHER_MODEL")
+        for command in getattr(settings, "agent_commands", ()):
+            _check_program(command)
     except ConfigurationError as error:
         yield str(error)
     if not isinstance(settings, DataSettings):
@@ -433,6 +439,16 @@ def _missing_files(settings: Settings) -> Iterator[str]:
                 check_file(variable, path)
         except ConfigurationError as error:
             yield f"SOURCES {settings.sources}, source {source!r}: {error}" if source else str(error)
+
+
+def _check_program(command: str) -> None:
+    """Check that the program of AGENT_COMMAND can be found, if its first word is one; the shell may know others."""
+    word = command.split()[0]
+    if re.fullmatch(r"[\w./+-]+", word) and word not in _SHELL_WORDS and shutil.which(word) is None:
+        raise ConfigurationError(
+            f"AGENT_COMMAND {command!r}: there is no program {word} on PATH, nor a file of that name to execute, seen "
+            f"from {Path.cwd()}; install it, or give its path"
+        )
 
 
 def _failed_import(run: LocalRun, loaded: Loaded) -> Iterator[str]:
