@@ -99,8 +99,7 @@ class Settings(BaseSettings):
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:
-            lines = [_describe(problem) for problem in error.errors()]
-            raise ConfigurationError("; ".join(lines)) from error
+            raise ConfigurationError(_described(error)) from error
 
     @classmethod
     def choices(cls) -> dict[str, list[str]]:
@@ -218,8 +217,8 @@ class SourcesSettings(Settings):
         try:
             return self.without_sources(**own)
         except ValidationError as error:
-            lines = "; ".join(_describe(problem) for problem in error.errors())
-            raise ConfigurationError(f"SOURCES {self.sources}, source {source.name!r}: {lines}") from error
+            sentence = f"SOURCES {self.sources}, source {source.name!r}: {_described(error)}"
+            raise ConfigurationError(sentence) from error
 
 
 class ModelSettings(Settings):
@@ -396,6 +395,11 @@ def _is_made(choice: str, value: Callable[[str], Any]) -> bool:
     if allowed:
         return str(value(names.lower())) in allowed.split("|")
     return any(value(name.lower()) for name in names.split("|"))
+
+
+def _described(error: ValidationError) -> str:
+    """Return what is wrong; a default that follows from a wrong setting is not."""
+    return "; ".join(_describe(e) for e in error.errors() if e["type"] != "default_factory_not_called")
 
 
 def _describe(problem: Any) -> str:

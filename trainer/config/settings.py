@@ -179,6 +179,11 @@ class TrainerSettings(
         return sorted(names - {""})
 
     @property
+    def agent_commands(self) -> list[str]:
+        """The programs that play the episodes of some source, each once."""
+        return sorted({own.agent_command for own in self.by_source().values() if own.rollout is Rollout.PROGRAM})
+
+    @property
     def learns_from_rewards(self) -> bool:
         """True when the policy learns from the rewards of its answers."""
         return self.method is Method.RL and self.reward_weight > 0
