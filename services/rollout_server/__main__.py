@@ -225,7 +225,7 @@ def main() -> None:
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     n_gpus = number_of_gpus()
     engine_class = choose_engine(settings, n_gpus)
-    engine_class.check_installed(settings)
+    engine_class.check_installed(settings, n_gpus)
     models.download_model(settings.model_name)
     places = place_engines(engine_class.split(settings, n_gpus, lambda: size_facts(settings)), n_gpus)
     addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(arguments))
