@@ -108,10 +108,10 @@ def ranks_per_node() -> int:
     gpus = machine.promised_gpus()
     if not gpus:
         return 1
-    check_tools()
     import torch
 
     machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    check_tools()
     return gpus
 
 

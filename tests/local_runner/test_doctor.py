@@ -40,6 +40,32 @@ def test_it_shows_what_this_machine_can_do(table: Table) -> None:
         assert rows["sandbox landlock"].startswith("yes: every attack fails; start ")
 
 
+def test_on_a_machine_with_gpus_it_shows_what_trainer_and_engine_lack_to_compile(
+    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_of_sandboxes", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("services.core.toolchain.USUAL_HOME", tmp_path)
+    for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncase $2 in *sysconfig*) echo {tmp_path}; echo {tmp_path};; esac\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("SGLANG_PYTHON", str(python))
+    _, rows = table()
+    assert rows["engine"].startswith("yes: ")
+    assert rows["the trainer's kernels"].startswith("no: ")
+    assert "build-essential" in rows["the trainer's kernels"]
+    assert rows["SGLang's kernels"].startswith("no: ")
+    assert all(word in rows["SGLang's kernels"] for word in ("build-essential", "-dev", "ninja-build", "CUDA_HOME"))
+    monkeypatch.setenv("SGLANG_PYTHON", "any text")
+    _, rows = table()
+    assert rows["engine"].startswith("no: "), "a text is not an interpreter"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not {"the trainer's kernels", "SGLang's kernels"} & set(table()[1])
+
+
 def test_a_job_group_that_could_not_run_is_refused_with_all_reasons(
     table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

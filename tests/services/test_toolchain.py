@@ -145,6 +145,7 @@ def test_launcher_and_trainer_refuse_gpus_for_which_they_cannot_compile(
         Engine.check_installed(RolloutSettings.load(model_name="a-model"), 1)
     assert refusal.value.exit_code == EXIT_CONFIGURATION
     Engine.check_installed(RolloutSettings.load(model_name="a-model"), 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "1")
     with pytest.raises(ConfigurationError, match="build-essential"):
         ranks_per_node()
