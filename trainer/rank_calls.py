@@ -24,6 +24,7 @@ from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
 from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
+from trainer.capacity.check import compare_asleep
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.state import Computation, RunState
 from trainer.config import PublishedType, TrainerSettings
@@ -230,6 +231,10 @@ class RankCalls:
         critic = None if self.critic is None else self.critic.module
         models = (self.learner.policy, self.learner.reference, critic, *self.learner.teachers.values())
         leave_gpu(model for model in models if model is not None)
+
+    def compare_asleep(self) -> None:
+        """Log what engines that sleep for the first time keep of the GPUs; see ``trainer.capacity.check``."""
+        compare_asleep(self.settings, self.ranks)
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""
