@@ -7,11 +7,17 @@ import math
 import os
 import shlex
 import sys
+import tarfile
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Self
 
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
-from services.core.endpoints import Endpoint, exempt_from_proxies, num_nodes
+from services.core.endpoints import Endpoint, exempt_from_proxies, node_rank, num_nodes
 from services.core.errors import ConfigurationError
+from services.core.files import read_signed, write_signed
 from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.core.processes import Command
@@ -46,8 +52,8 @@ GRAPH_BYTES = 2 * 2**20
 """Bytes of a GPU that SGLang sets aside for the graphs of a sequence."""
 
 ALLOW_UNBALANCED_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-"""Variable of engines that share GPUs with the trainer. Its ranks load at the same time as the engines, so that the free
-memory of an engine's GPUs differs, for which SGLang would refuse to start."""
+"""Variable of engines that share GPUs with the trainer. Its ranks load at the same time as the engines, so that an
+engine's GPUs have different amounts of free memory, for which SGLang would refuse to start."""
 
 FLOAT32_HEAD, NO_FLOAT32_HEAD = "--enable-fp32-lm-head", "--no-enable-fp32-lm-head"
 """SGLang's flag, and a launcher's own one to leave it out, because SGLang has no flag for that."""
@@ -165,3 +171,50 @@ def graph_sequences(settings: RolloutSettings, engines: int) -> int:
     sequences = (settings.batch_size or 0) * settings.group_size
     share = -(-sequences // (num_nodes() * engines))
     return min(share, MOST_GRAPH_SEQUENCES, settings.engine_max_running_requests or MOST_GRAPH_SEQUENCES)
+
+
+@dataclass(frozen=True)
+class EngineKernels:
+    """The kernels that the engines of a node have compiled, in a file of the run directory.
+
+    SGLang keeps them in a directory of the node and compiles for minutes on a new pod. It would load them from the
+    shared volume, too, where whoever can write could run code as the engine. So the launcher fills the directory from a
+    file that is signed with JOBGROUP_TOKEN, and SGLang compares a kernel's sources with its own before it loads one.
+    """
+
+    file: Path
+    token: str
+    directory: Path
+
+    @classmethod
+    def of(cls, settings: RolloutSettings) -> Self | None:
+        """Return the kernels of this node in a run; None without a JOBGROUP_TOKEN."""
+        directory = Path(os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit").expanduser()
+        file = settings.run_dir / f"engine-kernels-{node_rank()}"
+        return None if settings.token is None else cls(file, settings.token, directory)
+
+    def load(self) -> None:
+        """Add the file's kernels to the directory; warn if it cannot be used, because SGLang then compiles."""
+        try:
+            with tarfile.open(fileobj=BytesIO(read_signed(self.file, self.token))) as archive:
+                # Another run's engine on this machine may have loaded a file that is there.
+                new = [one for one in archive.getmembers() if not (self.directory / one.name).exists()]
+                archive.extractall(self.directory, new, filter="data")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, tarfile.TarError) as error:
+            log.warning("kept kernels not used; SGLang compiles again", file=str(self.file), reason=str(error))
+        else:
+            log.info("kernels of engines loaded", file=str(self.file), files=len(new))
+
+    def keep(self) -> None:
+        """Write all kernels of the directory; warn if they cannot be written. Builds in progress are left out."""
+        content = BytesIO()
+        try:
+            with tarfile.open(fileobj=content, mode="w") as archive:
+                for path in sorted(self.directory.glob("*/*/build-*/deps-*/*")):
+                    archive.add(path, path.relative_to(self.directory))
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_signed(self.file, content.getvalue(), self.token)
+        except OSError as error:
+            log.warning("kernels not kept; a new pod compiles again", file=str(self.file), reason=str(error))
