@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = ("/usr/local/cuda", "/usr/bin/ninja", "/usr/local/bin/ninja", "/usr/bin/nvcc", "/usr/local/bin/nvcc")
-ROOM = 'for path in $HIDDEN; do [ -d "$path" ] && mount --bind "$EMPTY" "$path" || mount --bind /dev/null "$path"; done; '
+HIDE = 'for path in $HIDDEN; do mount --bind "$EMPTY" "$path" || mount --bind /dev/null "$path"; done; exec "$@"'
 PYTHON = os.environ.get("TOOLCHAIN_PYTHON", "")
 VARIABLES = """
 import json, sys
@@ -44,7 +44,7 @@ def in_room(tmp_path: Path) -> InRoom:
             "HIDDEN": " ".join(path for path in HIDDEN if Path(path).exists()),
             "EMPTY": str(tmp_path / "empty"),
         }
-        line = [*namespace, "sh", "-euc", ROOM + 'exec "$@"', "sh", *command]
+        line = [*namespace, "sh", "-euc", HIDE, "sh", *command]
         return subprocess.run(line, env=environment | variables, capture_output=True, text=True, check=False)
 
     return run

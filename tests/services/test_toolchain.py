@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -158,3 +159,10 @@ def test_make_asks_before_it_installs_gigabytes(bare: Give) -> None:
     ended = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert ended.returncode == EXIT_CONFIGURATION
     assert "build-essential" in ended.stderr
+
+
+def test_the_guide_names_every_package_of_a_refusal(bare: Give) -> None:
+    guide = (ROOT / "docs/gpus.md").read_text("utf-8")
+    for remedy in remedies(bare(has_headers=False), for_engine=True):
+        package = re.sub(r"^python3\.\d+", "python3", remedy.removeprefix("apt-get install "))
+        assert package in guide
