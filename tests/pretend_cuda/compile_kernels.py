@@ -1,6 +1,6 @@
-"""Compile kernels by SGLang's own build, in an environment with its sources and toolchain, but without torch or a GPU.
+"""Compile a kernel by SGLang's own build, in an environment with its sources and toolchain, but without torch or a GPU.
 
-``python compile_kernels.py CAPABILITY DIRECTORY``. Modules of SGLang that the build only imports are empty here.
+``python compile_kernels.py KERNEL CAPABILITY DIRECTORY``. Modules of SGLang that the build only imports are empty here.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def stand_in() -> None:
     sys.modules["sglang.srt.utils.common"] = common
 
 
-def main(capability: str, directory: Path) -> None:
-    """Compile a kernel that every model runs, one that includes CUB, and one that links the driver."""
+def main(name: str, capability: str, directory: Path) -> None:
+    """Compile ``activation``, which every model runs, ``metadata``, which includes CUB, or ``cuda_ipc``, which links
+    the driver."""
     stand_in()
     from sglang.kernels.jit.utils import arch
     from sglang.kernels.jit.utils.compile import ninja, paths, toolchain
@@ -58,24 +59,24 @@ def main(capability: str, directory: Path) -> None:
     act = f"ActivationKernel<bf16_t, {'true' if major >= 9 else 'false'}>::run_activation"
     kernels = {
         "activation": ("elementwise/activation.cuh", act, ()),
-        "moe_topk_softmax": ("moe/moe_topk_softmax.cuh", "topk_softmax<bf16_t>", ()),
+        "metadata": ("deepseek_v4/paged_mqa_metadata.cuh", "IndexerMetadataKernel::run", ()),
         "cuda_ipc": ("distributed/ipc.cuh", "register_ipc_manager", (f"-L{toolchain.cuda_stubs_dir()}", "-lcuda")),
     }
-    for name, (file, function, libraries) in kernels.items():
-        spec = BuildSpec(
-            module_args=(name,),
-            cpp_files=(),
-            cuda_files=resolve_sources([file]),
-            cpp_wrappers=(),
-            cuda_wrappers=(("run", function),),
-            cflags=tuple(paths.DEFAULT_CFLAGS),
-            cuda_cflags=(*arch.get_default_target_flags(), "--use_fast_math"),
-            ldflags=libraries,
-            include_paths=tuple(paths.DEFAULT_INCLUDE),
-            header_only=True,
-        )
-        print(ninja.build(spec=spec, build_dir=directory / name, build_file=ninja.generate(spec)))
+    file, function, libraries = kernels[name]
+    spec = BuildSpec(
+        module_args=(name,),
+        cpp_files=(),
+        cuda_files=resolve_sources([file]),
+        cpp_wrappers=(),
+        cuda_wrappers=(("run", function),),
+        cflags=tuple(paths.DEFAULT_CFLAGS),
+        cuda_cflags=(*arch.get_default_target_flags(), "--use_fast_math"),
+        ldflags=libraries,
+        include_paths=tuple(paths.DEFAULT_INCLUDE),
+        header_only=True,
+    )
+    print(ninja.build(spec=spec, build_dir=directory, build_file=ninja.generate(spec)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
