@@ -156,21 +156,30 @@ async def run_node(
             await _withdraw(registrations)
 
         await _withdraw(registrations)
-        parts.append(stop_on_signal())
-        compiles = engine_class.kind is EngineKind.SGLANG and any(place.devices for place in places)
-        if compiles and (kernels := EngineKernels.of(settings)) is not None:
-            kernels.load()
-            parts.append(_keep_kernels(kernels, processes))
+        kernels = _loaded_kernels(settings, engine_class, places)
+        parts += [stop_on_signal(), _keep_kernels(kernels, processes)]
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
 
 
-async def _keep_kernels(kernels: EngineKernels, processes: Sequence[SupervisedProcess]) -> None:
+def _loaded_kernels(
+    settings: RolloutSettings, engine_class: type[Engine], places: Sequence[EnginePlace]
+) -> EngineKernels | None:
+    """Return the kernels that this node's engines share, after loading them; None for engines that compile none."""
+    compiles = engine_class.kind is EngineKind.SGLANG and any(place.devices for place in places)
+    kernels = EngineKernels.of(settings) if compiles else None
+    if kernels is not None:
+        kernels.load()
+    return kernels
+
+
+async def _keep_kernels(kernels: EngineKernels | None, processes: Sequence[SupervisedProcess]) -> None:
     """Keep what the engines have compiled once all of them answer; never return."""
     for process in processes:
         await process.wait_until_healthy(after=0)
-    await in_background(kernels.keep)
+    if kernels is not None:
+        await in_background(kernels.keep)
     await asyncio.Event().wait()
 
 
