@@ -36,6 +36,9 @@ RUN pip install --no-cache-dir 'setuptools>=77'
 ENV PIP_NO_BUILD_ISOLATION=0
 COPY . /tmp/checkout
 WORKDIR /tmp/checkout
+# An image whose SGLang does not have exactly the version that is asked for would get torch and NCCL anew, of other versions.
+RUN pip install --no-cache-dir --dry-run '.[sglang]' | tee /tmp/plan && \
+    if grep -E 'Would install.* (sglang|torch|nvidia-nccl-cu13)-[0-9]' /tmp/plan; then echo 'take the image of the SGLang that pyproject.toml pins'; exit 1; fi
 RUN pip install --no-cache-dir '.[sglang]'
 RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
 WORKDIR /root

@@ -59,7 +59,7 @@ demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K file
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
 	$(GRPO) run --env-file examples/gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
 
-one-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## train Qwen2.5-0.5B on this machine's GPU, which engine and trainer share
+one-gpu: $(VENV)-engine/.engine $(VENV)-cuda/.cuda  ## train Qwen2.5-0.5B on this machine's GPU, which engine and trainer share; with g++ and Python.h
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/grpo run --env-file examples/one-gpu.env --small $(DEMO)
 
@@ -113,8 +113,8 @@ test-oracles: $(VENV)-oracles/.oracles $(MODEL)/config.json  ## the algorithm ag
 test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB
 	OPENENV_PYTHON=$(abspath $(VENV))-openenv/bin/python $(RUN) -m pytest tests/openenv -m openenv --require-all
 
-test-cuda: $(VENV)-cuda/.cuda  ## the trainer's CUDA code on a pretended H100, with the CUDA build of torch, which it installs: 5 GB; with gcc
-	$(VENV)-cuda/bin/python -m tests.pretend_cuda -m pytest tests/pretend_cuda -m cuda --require-all
+test-cuda: $(VENV)-cuda/.cuda $(VENV)-toolchain/.toolchain  ## the trainer's CUDA code on a pretended H100, and SGLang's kernels compiled, with the CUDA build of torch and nvcc, which it installs: 5.5 GB; with g++
+	TOOLCHAIN_PYTHON=$(abspath $(VENV))-toolchain/bin/python $(VENV)-cuda/bin/python -m tests.pretend_cuda -m pytest tests/pretend_cuda -m cuda --require-all
 
 coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `make test` run, lines and branches; as root, with chromium and iproute2
 	rm -rf .cache/coverage
@@ -130,7 +130,7 @@ bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure step, eng
 results: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## make the runs of an experiment that docs/results/ lacks: make results RESULTS="methods --seed 0"
 	$(RUN) -m benchmarks.results $(RESULTS)
 
-bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPUs for an hour, and say what to send back
+bench-gpu: $(VENV)-engine/.engine $(VENV)-cuda/.cuda  ## measure this node's GPUs for an hour, and say what to send back
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu $(BENCH)
 
@@ -151,7 +151,7 @@ clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="-
 	@$(GRPO) clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
-	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda $(VENV)-engine $(VENV)-trl $(VENV)-sglang .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda $(VENV)-engine $(VENV)-toolchain $(VENV)-trl $(VENV)-sglang .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: python-version
 python-version:
@@ -224,10 +224,33 @@ $(VENV)-cuda/.cuda: pyproject.toml constraints.txt | python-version
 		$$(grep -o 'torch==[0-9.]*' jobgroup.yaml) --editable '.[trainer,pytest]'
 	@touch $@
 
+# What compiles SGLang's kernels when an engine starts: nvcc and headers of the CUDA of which torch has the libraries. pip
+# alone would take the newest nvcc, which those headers refuse.
+TOOLKIT = 'cuda-toolkit[cccl,nvcc]==13.0.*'
+
+# Gives an environment's packages of CUDA the names of a whole toolkit that linkers look for. The real libcuda.so.1 comes
+# with the driver.
+define complete-toolkit
+cd $(1)/lib/python3*/site-packages/nvidia/cu13 && ln -sfn lib lib64 && ln -sf libcudart.so.13 lib/libcudart.so && mkdir -p lib/stubs && \
+	$${CC:-gcc} -shared -Wl,-soname,libcuda.so.1 -x c /dev/null -o lib/stubs/libcuda.so
+endef
+
 # SGLang for GPUs, as rollout-server's image has it.
 $(VENV)-engine/.engine: pyproject.toml | python-version
+	$(PYTHON) -m services.core.toolchain
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-engine
-	$(VENV)-engine/bin/python -m pip install --disable-pip-version-check --quiet --no-compile $$(grep -o 'sglang==[0-9.]*' pyproject.toml)
+	$(VENV)-engine/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		$$(grep -o 'sglang==[0-9.]*' pyproject.toml) $(TOOLKIT)
+	$(call complete-toolkit,$(VENV)-engine)
+	$(PYTHON) -m services.core.toolchain $(VENV)-engine/bin/python
+	@touch $@
+
+# The part of it that compiles, with SGLang's sources: for the tests, which have no room for all.
+$(VENV)-toolchain/.toolchain: pyproject.toml Makefile | python-version
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-toolchain
+	$(VENV)-toolchain/bin/python -m pip install --disable-pip-version-check --quiet --no-compile $(TOOLKIT) apache-tvm-ffi==0.1.11 msgspec ninja
+	$(VENV)-toolchain/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps $$(grep -o 'sglang==[0-9.]*' pyproject.toml)
+	$(call complete-toolkit,$(VENV)-toolchain)
 	@touch $@
 
 # TRL has its own pins.

@@ -19,6 +19,9 @@ from rich.text import Text
 from typer import Option
 
 from services.core import machine
+from services.core.errors import ConfigurationError
+from services.core.toolchain import missing_tools
+from services.engines.sglang import check_installed
 from services.sandbox.backends import AUTOMATIC, Interpreter
 from services.sandbox.probe import attack
 
@@ -51,14 +54,28 @@ def _of_machine(shared_dir: Path) -> Iterator[Row]:
         yield "GPUs", GOOD, f"{len(gpus)} of {decimal(memory or 0)} at least, driver {driver}"
     else:
         yield "GPUs", NOTE, f"none{f', although there is driver {driver}' if driver else ''}"
+    yield from _of_engines(has_gpus=bool(gpus))
+
+
+def _of_engines(*, has_gpus: bool) -> Iterator[Row]:
+    """Yield the engines that are installed, and on a machine with GPUs what trainer and SGLang lack to compile."""
     engines = {"SGLang": ["sglang"], "the embedded engine": ["torch", "sglang_router"]}
     installed = [name for name, modules in engines.items() if all(map(find_spec, modules))]
-    python = os.environ.get("SGLANG_PYTHON")
-    yield (
-        "engine",
-        GOOD if installed or python else BAD,
-        ", ".join([*installed, *([python] if python else [])]) or "none",
-    )
+    python, problem = os.environ.get("SGLANG_PYTHON"), ""
+    if python:
+        try:
+            check_installed("sglang", "sglang", python)
+            installed.append(python)
+        except ConfigurationError as error:
+            problem = str(error)
+    yield "engine", BAD if problem or not installed else GOOD, problem or ", ".join(installed) or "none"
+    interpreters = [("the trainer's kernels", sys.executable, False)]
+    if not problem and (python or "SGLang" in installed):
+        interpreters.append(("SGLang's kernels", python or sys.executable, True))
+    for subject, interpreter, for_engine in interpreters if has_gpus else ():
+        missing = missing_tools(interpreter, for_engine=for_engine)
+        lacks = "; ".join(f"{tool}: {remedy}" for tool, remedy in missing.items())
+        yield subject, BAD if missing else GOOD, f"missing {lacks}" if missing else "all tools that compile them"
 
 
 def _of_sandboxes() -> Iterator[Row]:

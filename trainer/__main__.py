@@ -37,6 +37,7 @@ from services.core.errors import (
 )
 from services.core.imports import pause_collection
 from services.core.processes import Command, end_all, kill_stale_processes, shell_code, stop_signals
+from services.core.toolchain import check_tools
 from trainer.config import TrainerSettings
 
 ENGINES = Command("engines", sys.executable, "services.rollout_server", ())
@@ -102,7 +103,7 @@ def ranks_per_node() -> int:
     """Return the number of GPUs of this node; 1 without GPUs.
 
     Raises:
-        ConfigurationError: torch sees fewer GPUs than the node has.
+        ConfigurationError: torch sees fewer GPUs than the node has, or the node cannot compile kernels.
     """
     gpus = machine.promised_gpus()
     if not gpus:
@@ -110,6 +111,7 @@ def ranks_per_node() -> int:
     import torch
 
     machine.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    check_tools()
     return gpus
 
 

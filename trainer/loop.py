@@ -60,6 +60,8 @@ class TrainingLoop:
     total_prompts: float
     """The prompts of all epochs; infinite with SOURCES."""
     skipped_in_a_row: int = 0
+    has_slept: bool = False
+    """True once engines have slept in this process (ENGINE_SLEEPS)."""
     is_recorded: bool = True
     """False once the metrics of a completed step could not be written."""
 
@@ -196,6 +198,9 @@ class TrainingLoop:
         """
         settings = self.settings
         self.services.free_engines_memory()
+        if settings.engine_sleeps and not self.has_slept:
+            self.on_all_ranks(self.rank_calls.compare_asleep)()
+            self.has_slept = True
         groups = batch.prepared(batch.groups)
         if batch.replayed:
             make = self.objective.training_group

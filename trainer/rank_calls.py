@@ -6,7 +6,6 @@ method. So the driver is an ordinary program that only rank 0 runs, and no other
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,11 +18,12 @@ import torch
 import transformers
 
 from services.core.errors import ComponentError, ConfigurationError, DependencyLostError, NeverReadyError
-from services.core.files import atomic_write
+from services.core.files import read_signed, write_signed
 from services.core.logs import get_logger
 from services.core.tasks import InterruptedCallError
 from services.protocol.groups import joined, split
 from trainer.algorithm.packing import TrainingGroup, pack_group, unpack_group
+from trainer.capacity.check import compare_asleep
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.state import Computation, RunState
 from trainer.config import PublishedType, TrainerSettings
@@ -42,9 +42,6 @@ log = get_logger(__name__)
 
 class TrainingDivergedError(ComponentError):
     """The updates of more than MAX_SKIPPED_STEPS steps in a row had a loss or gradient that was not finite."""
-
-
-SIGNATURE_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,7 @@ class KeptKernels:
     def load(self) -> None:
         """Fill torch's cache from the file, if there is one; warn if it cannot be used, because torch then compiles."""
         try:
-            whole = self.file.read_bytes()
-            signature, content = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
-            if not hmac.compare_digest(signature, self._signature(content)):
-                raise ValueError("it is damaged, or was written with another JOBGROUP_TOKEN")
+            content = read_signed(self.file, self.token)
             if torch.compiler.load_cache_artifacts(content) is None:
                 raise ValueError("torch cannot read it")
         except FileNotFoundError:
@@ -92,12 +86,9 @@ class KeptKernels:
         if made is None:
             return
         try:
-            atomic_write(self.file, self._signature(made[0]) + made[0])
+            write_signed(self.file, made[0], self.token)
         except OSError as error:
             log.warning("kernels not kept; a restart compiles them again", file=str(self.file), reason=str(error))
-
-    def _signature(self, content: bytes) -> bytes:
-        return hmac.digest(self.token.encode(), content, "sha256")
 
 
 P = ParamSpec("P")
@@ -230,6 +221,10 @@ class RankCalls:
         critic = None if self.critic is None else self.critic.module
         models = (self.learner.policy, self.learner.reference, critic, *self.learner.teachers.values())
         leave_gpu(model for model in models if model is not None)
+
+    def compare_asleep(self) -> None:
+        """Log what engines that sleep for the first time keep of the GPUs; see ``trainer.capacity.check``."""
+        compare_asleep(self.settings, self.ranks)
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import re
@@ -41,6 +42,32 @@ def atomic_write(path: Path, content: bytes | str | Iterable[bytes]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+SIGNATURE_BYTES = 32
+
+
+def write_signed(path: Path, content: bytes, token: str) -> None:
+    """Write a file that begins with its HMAC by JOBGROUP_TOKEN, so that a reader may run the code that is in it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    atomic_write(path, [hmac.digest(token.encode(), content, "sha256"), content])
+
+
+def read_signed(path: Path, token: str) -> bytes:
+    """Return the content of a file that ``write_signed`` wrote with the same token.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the content is not what was written.
+    """
+    whole = path.read_bytes()
+    signature, content = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(token.encode(), content, "sha256")):
+        raise ValueError("it is damaged, or was written with another JOBGROUP_TOKEN")
+    return content
 
 
 def write_json(path: Path, content: Any) -> None:

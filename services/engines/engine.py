@@ -95,13 +95,13 @@ class Engine(HttpClient):
     # The launcher's part: how many engines a node has, and how one is started and watched.
 
     @classmethod
-    def check_installed(cls, settings: RolloutSettings) -> None:
-        """Check that this node has the engine's packages.
+    def check_installed(cls, settings: RolloutSettings, n_gpus: int) -> None:
+        """Check that this node has the engine's packages, and with GPUs the tools with which it compiles kernels.
 
         Raises:
-            ConfigurationError: a package is not installed.
+            ConfigurationError: a package or a tool is not installed.
         """
-        check_sglang_installed(settings.sglang_python)
+        check_sglang_installed(settings.sglang_python, on_gpus=n_gpus > 0)
 
     @classmethod
     def python(cls, settings: RolloutSettings) -> str | None:
@@ -490,7 +490,7 @@ class Embedded(Engine):
     continues_with_new_adapter = True
 
     @classmethod
-    def check_installed(cls, settings: RolloutSettings) -> None:
+    def check_installed(cls, settings: RolloutSettings, n_gpus: int) -> None:
         """See Engine."""
         check_installed("torch", "rollout")
         check_installed("transformers", "rollout")

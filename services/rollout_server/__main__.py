@@ -24,11 +24,12 @@ from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, exit_code_of
 from services.core.processes import kill_stale_processes
 from services.core.supervisor import ChildRefusedError, SupervisedProcess
-from services.core.tasks import run_until_first_ends
+from services.core.tasks import in_background, run_until_first_ends
 from services.engines.engine import Engine, choose_engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.router import RouterAdmin, check_router_installed, proxy_command, router_command
-from services.engines.settings import RolloutSettings
+from services.engines.settings import EngineKind, RolloutSettings
+from services.engines.sglang import EngineKernels
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.registration import WorkerRegistration
@@ -128,7 +129,7 @@ async def run_node(
         check_router_installed()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
-        registrations, parts = [], []
+        registrations, processes, parts = [], [], []
         for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
             # A worker may take as long to load a version as to load its first weights.
             worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
@@ -147,6 +148,7 @@ async def run_node(
             registration = WorkerRegistration(settings, worker, router, process)
             process.before_restart = registration.withdraw
             registrations.append(registration)
+            processes.append(process)
             watch = EngineWatch(settings, worker, process, registration.is_updating)
             parts += [process.run(), registration.run(), watch.run()]
 
@@ -156,10 +158,31 @@ async def run_node(
             await _withdraw(registrations)
 
         await _withdraw(registrations)
-        parts.append(stop_on_signal())
+        kernels = _loaded_kernels(settings, engine_class, places)
+        parts += [stop_on_signal(), _keep_kernels(kernels, processes)]
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
+
+
+def _loaded_kernels(
+    settings: RolloutSettings, engine_class: type[Engine], places: Sequence[EnginePlace]
+) -> EngineKernels | None:
+    """Return the kernels that this node's engines share, after loading them; None for engines that compile none."""
+    compiles = engine_class.kind is EngineKind.SGLANG and any(place.devices for place in places)
+    kernels = EngineKernels.of(settings) if compiles else None
+    if kernels is not None:
+        kernels.load()
+    return kernels
+
+
+async def _keep_kernels(kernels: EngineKernels | None, processes: Sequence[SupervisedProcess]) -> None:
+    """Keep what the engines have compiled once all of them answer; never return."""
+    for process in processes:
+        await process.wait_until_healthy(after=0)
+    if kernels is not None:
+        await in_background(kernels.keep)
+    await asyncio.Event().wait()
 
 
 async def _withdraw(registrations: Sequence[WorkerRegistration]) -> None:
@@ -227,7 +250,7 @@ def main() -> None:
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     n_gpus = number_of_gpus()
     engine_class = choose_engine(settings, n_gpus)
-    engine_class.check_installed(settings)
+    engine_class.check_installed(settings, n_gpus)
     models.download_model(settings.model_name)
     places = place_engines(engine_class.split(settings, n_gpus, lambda: size_facts(settings)), n_gpus)
     addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(arguments))

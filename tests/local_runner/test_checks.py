@@ -196,8 +196,8 @@ def test_agents_and_environments_are_looked_for(here, capfd):
         (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=cd . && A=1 nosuchprogram"], None),
         (ENVIRONMENT, ["ENVIRONMENT=nowhere:Game"], "ENVIRONMENT"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Empty"], "ENVIRONMENT"),
-        (ENVIRONMENT, ["ENVIRONMENT=my_game:Door"], "Doors"),
-        (ENVIRONMENT, ["ENVIRONMENT=my_game"], "my_game:Doors"),
+        (ENVIRONMENT, ["ENVIRONMENT=my_game:Door"], "my_game:Door"),
+        (ENVIRONMENT, ["ENVIRONMENT=my_game"], "my_game"),
         (ENVIRONMENT, ["ENVIRONMENT=nothing"], "ENVIRONMENT"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Doors"], None),
     ):

@@ -19,8 +19,9 @@ from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.engines.engine import choose_engine
 from services.engines.placement import SizeFacts, read_config
-from services.engines.settings import RolloutSettings
-from trainer.capacity.need import ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
+from services.engines.settings import EngineKind, RolloutSettings
+from services.engines.sglang import GRAPH_BYTES, graph_sequences
+from trainer.capacity.need import CUDA_CONTEXT, ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
 from trainer.capacity.work import USABLE, Limits, Machine, VolumeRoom, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
@@ -47,6 +48,8 @@ REMEDIES = {
     "(`size` in jobgroups/volume.yaml, or another --shared-dir)",
 }
 """The settings that help most, by place."""
+COUNTED_GRAPHS = 256
+"""The sequences whose CUDA graphs are part of ENGINE_ASLEEP."""
 LENGTHS = ("activations", "logits and backward pass")
 """Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they warn and refuse nothing."""
 
@@ -179,7 +182,35 @@ def engine_beside(settings: TrainerSettings, shape: ModelShape, gpus: int, memor
     unset = max(engine.default_tokens, rollout.engine_context_length or 0) if engine.default_tokens else 0
     split = engine.split(rollout, gpus, lambda: facts)
     tokens = rollout.engine_max_total_tokens or unset
-    return EngineBeside(split.tensor_parallel, tokens, number_bytes, keeps_weights=engine.keeps_weights_asleep)
+    graphs = graph_sequences(rollout, split.engines) if engine.kind is EngineKind.SGLANG else 0
+    graph_bytes = GRAPH_BYTES * max(0, graphs - COUNTED_GRAPHS)
+    return EngineBeside(split.tensor_parallel, tokens, number_bytes, engine.keeps_weights_asleep, graph_bytes)
+
+
+def compare_asleep(settings: TrainerSettings, ranks: Ranks) -> None:
+    """Log what is held of the fullest GPU besides the trainer's tensors, and what the preflight assumed. A collective.
+
+    Called while the engines sleep for the first time, because their own part of it has been measured nowhere.
+    """
+    if ranks.device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(ranks.device)
+    held = max(ranks.gather_json(total - free - torch.cuda.memory_reserved(ranks.device)))
+    if not ranks.is_main:
+        return
+    shape = shape_of(settings)
+    engine = engine_beside(settings, shape, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), total - ENGINE_ASLEEP)
+    assert engine is not None, "only engines that share the GPUs sleep"
+    assumed = CUDA_CONTEXT + engine.asleep(shape)
+    figures = {"held": gigabytes(held), "assumed": gigabytes(assumed)}
+    if held > assumed:
+        log.warning(
+            "sleeping engines and CUDA hold more of a GPU than the preflight assumed; lower MICRO_BATCH_TOKENS if a "
+            "step runs out of memory",
+            **figures,
+        )
+    else:
+        log.info("sleeping engines and CUDA hold no more of a GPU than the preflight assumed", **figures)
 
 
 def shape_of(settings: TrainerSettings) -> ModelShape:

@@ -42,10 +42,16 @@ class EngineBeside:
     """Bytes of a number of its weights, keys and values."""
     keeps_weights: bool = False
     """True for an engine that keeps its weights on the GPU while it sleeps."""
+    graph_bytes: int = 0
+    """Bytes of CUDA graphs that it has in addition to those of ENGINE_ASLEEP, and keeps while it sleeps."""
 
     def weights(self, shape: ModelShape) -> int:
         """Return the bytes of its weights on each GPU."""
         return self.number_bytes * shape.parameters // self.gpus
+
+    def asleep(self, shape: ModelShape) -> int:
+        """Return the bytes that it keeps on each GPU while it sleeps."""
+        return ENGINE_ASLEEP + self.graph_bytes + self.keeps_weights * self.weights(shape)
 
     def token_bytes(self, shape: ModelShape) -> int:
         """Return the bytes of the keys and values of a token on each GPU."""
@@ -185,7 +191,8 @@ def cached_tokens(shape: ModelShape, gpus: int, memory: int) -> int:
 BETWEEN_STEPS = ("weights", "lower halves of masters", "moments", "reference", "teachers", "critic", "CUDA")
 """The parts that the trainer keeps on a GPU while an engine generates."""
 ENGINE_ASLEEP = 3 * 2**29
-"""Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
+"""Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs of 256 sequences, attention's
+workspace, adapters. The trainer compares it with what it finds when the engines sleep for the first time."""
 ENGINE_AWAKE = 3 * GIB
 """Assumed bytes of SGLang while it generates, without weights, keys and values: ENGINE_ASLEEP, and activations."""
 
@@ -198,7 +205,7 @@ def _generating(shape: ModelShape, work: Work, device: dict[str, int], published
         **({"version": published} if work.shares_on_gpus else {}),
         "weights of the engine": engine.weights(shape),
         "keys and values": engine.tokens * engine.token_bytes(shape),
-        "rest of the engine": ENGINE_AWAKE - ENGINE_ASLEEP,
+        "rest of the engine": ENGINE_AWAKE - ENGINE_ASLEEP + engine.graph_bytes,
     }
 
 
@@ -230,6 +237,7 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
         "logits and backward pass": head,
         "CUDA": CUDA_CONTEXT if work.device == "cuda" else 0,
         "weights of the engine": work.engine.weights(shape) if work.engine and work.engine.keeps_weights else 0,
+        "CUDA graphs of the engine": work.engine.graph_bytes if work.engine else 0,
     }
     return {name: size for name, size in parts.items() if size}
 

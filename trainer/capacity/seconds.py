@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.engines.sglang import MOST_GRAPH_SEQUENCES, SGLANG_GRAPH_SEQUENCES
+from services.engines.sglang import MOST_GRAPH_SEQUENCES
 from trainer.capacity.need import Work, cached_tokens
 from trainer.capacity.shape import Card, ModelShape
 from trainer.config import TrainerSettings
@@ -31,8 +31,6 @@ SEQUENCE_SECONDS = 12.5e-6
 SAMPLING_BYTES = 48
 """Bytes that sampling moves for each token and entry of the vocabulary: float32 logits, their softmax, logarithm and
 draw are read and written twelve times."""
-GRAPH_SEQUENCES = {20e9: 8, 35e9: 48, 60e9: 32, math.inf: SGLANG_GRAPH_SEQUENCES}
-"""The sequences that SGLang's CUDA graphs cover, for cards below a number of bytes."""
 EAGER_LAYER_SECONDS = 4e-4
 """Assumed time in which a processor launches the kernels of a layer that no CUDA graph covers."""
 NODE_BANDWIDTH, VOLUME_BANDWIDTH, HOST_BANDWIDTH = 25e9, 2e9, 10e9
@@ -64,16 +62,6 @@ class Batch:
         return self.prompts * self.group_size
 
 
-def graph_sequences(memory: int, sequences: float) -> int:
-    """Return the sequences up to which an engine decodes with CUDA graphs, on a card with ``memory`` bytes.
-
-    A launcher has graphs captured for the ``sequences`` of a step if they are more than SGLang covers on any card.
-    """
-    if sequences > SGLANG_GRAPH_SEQUENCES:
-        return MOST_GRAPH_SEQUENCES
-    return next(most for size, most in GRAPH_SEQUENCES.items() if memory < size)
-
-
 def generate_seconds(shape: ModelShape, batch: Batch, card: Card, gpus: int, engines: int) -> float:
     """Return the seconds of generating with ``engines`` engines of ``gpus`` GPUs each.
 
@@ -84,7 +72,7 @@ def generate_seconds(shape: ModelShape, batch: Batch, card: Card, gpus: int, eng
     cached = max(1.0, cached_tokens(shape, gpus, card.memory) / (MEAN_PROMPT_TOKENS + mean))
     iteration = shape.parameters * WEIGHT_BYTES / bandwidth + ITERATION_SECONDS
     full = iteration
-    if min(sequences, cached) > graph_sequences(card.memory, sequences):
+    if min(sequences, cached) > MOST_GRAPH_SEQUENCES:
         full = max(iteration, shape.layers * EAGER_LAYER_SECONDS)
     queued = mean * max(0.0, sequences / cached - 1)
     keys = 2 * WEIGHT_BYTES * shape.layers * shape.kv_heads * shape.head_size

@@ -65,10 +65,10 @@ def interpreter_with_sglang(tmp_path: Path) -> str:
 
 def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(interpreter_with_sglang: str) -> None:
     with pytest.raises(ConfigurationError, match="install the extra 'sglang'"):
-        Engine.check_installed(settings())
+        Engine.check_installed(settings(), 0)
     with pytest.raises(ConfigurationError, match="cannot be run"):
-        Engine.check_installed(settings(sglang_python="/no/such/python"))
-    Engine.check_installed(settings(sglang_python=interpreter_with_sglang))
+        Engine.check_installed(settings(sglang_python="/no/such/python"), 0)
+    Engine.check_installed(settings(sglang_python=interpreter_with_sglang), 0)
 
 
 @pytest.fixture
@@ -130,21 +130,34 @@ def test_sglang_gets_its_flags_from_the_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "nodes", "engines", "expected"),
+    ("fields", "gigabytes", "nodes", "engines", "expected"),
     [
-        ({"batch_size": 64, "group_size": 16}, 1, 1, "1024"),
-        ({"batch_size": 64, "group_size": 16}, 1, 2, "512"),
-        ({"batch_size": 100, "group_size": 16}, 3, 1, "534"),
-        ({"batch_size": 128, "group_size": 16}, 1, 1, "1024"),
-        ({"batch_size": 128, "group_size": 16, "engine_max_running_requests": 300}, 1, 1, "300"),
-        ({"batch_size": 64, "group_size": 16}, 2, 2, None),
-        ({}, 1, 1, None),
+        ({"batch_size": 64, "group_size": 16}, 80, 1, 1, "1024"),
+        ({"batch_size": 64, "group_size": 16}, 80, 1, 2, "512"),
+        ({"batch_size": 100, "group_size": 16}, 80, 3, 1, "534"),
+        ({"batch_size": 128, "group_size": 16}, 80, 1, 1, "1024"),
+        ({"batch_size": 128, "group_size": 16, "engine_max_running_requests": 300}, 80, 1, 1, "300"),
+        ({"batch_size": 64, "group_size": 16}, 80, 2, 2, None),
+        # Smaller cards have fewer graphs of their own: 32, 48 and 8.
+        ({"batch_size": 64, "group_size": 16}, 45, 2, 2, "256"),
+        ({"batch_size": 4, "group_size": 8}, 45, 1, 1, None),
+        ({"batch_size": 8, "group_size": 8, "engine_max_running_requests": 64}, 24, 1, 1, "64"),
+        ({"batch_size": 8, "group_size": 8, "engine_max_running_requests": 64}, 16, 1, 1, "64"),
+        ({"batch_size": 4, "group_size": 8}, 16, 1, 1, "32"),
+        ({"batch_size": 4, "group_size": 8}, None, 1, 1, "32"),
+        ({}, 16, 1, 1, None),
     ],
 )
-def test_cuda_graphs_cover_the_sequences_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], nodes: int, engines: int, expected: str | None
+def test_cuda_graphs_cover_the_sequences_of_a_step_on_every_card(
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, int],
+    gigabytes: int | None,
+    nodes: int,
+    engines: int,
+    expected: str | None,
 ) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_NODES", str(nodes))
+    monkeypatch.setattr("services.core.machine.gpu_memory", lambda: gigabytes and gigabytes * 2**30)
     command = Engine.command(settings(**fields), BIND, EnginePlace(devices=("0",), engines=engines))
     flag = "--cuda-graph-max-bs-decode"
     assert (value_of(command, flag) if flag in command.arguments else None) == expected
@@ -226,11 +239,20 @@ def test_sglang_serves_adapters_of_the_rank_that_is_trained() -> None:
 
 
 def test_an_engine_that_sleeps_has_a_memory_saver_on_a_gpu_only() -> None:
-    flags = {"--enable-memory-saver", "--enable-weights-cpu-backup"}
+    # Prefill graphs would stay on the GPU while the engine sleeps.
+    flags = {"--enable-memory-saver", "--enable-weights-cpu-backup", "--disable-prefill-cuda-graph"}
     assert flags <= set(sglang(engine_sleeps=True).arguments)
     assert not flags & set(sglang().arguments)
     on_cpu = Engine.command(settings(engine_sleeps=True), BIND, EnginePlace())
     assert not flags & set(on_cpu.arguments)
+
+
+def test_an_engine_starts_on_gpus_that_ranks_fill_unevenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+    assert sglang(engine_sleeps=True).environment[name] == "0"
+    assert name not in sglang().environment, "an engine that has its GPUs alone keeps the check"
+    monkeypatch.setenv(name, "1")
+    assert sglang(engine_sleeps=True).variables()[name] == "1"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,14 +39,20 @@ CONFIG = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_siz
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNodes]:
     """A node that pretends to have eight GPUs too small for the model, so that four engines have two each."""
     directory = tmp_path_factory.mktemp("node")
-    smi = directory / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nfor gpu in 0 1 2 3 4 5 6 7; do echo 81920; done\n")
-    smi.chmod(0o755)
+    programs = {"nvidia-smi": "for gpu in 0 1 2 3 4 5 6 7; do echo 81920; done"}
+    for name in ("nvidia-smi", "gcc", "c++", "ninja", "bin/nvcc"):
+        program = directory / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{programs.get(name, 'exit 0')}\n")
+        program.chmod(0o755)
+    if not Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h").exists():
+        pytest.skip("needs Python.h; on Debian: apt-get install python3-dev")
     nodes = fake_nodes(
         directory,
         SKYPILOT_NUM_GPUS_PER_NODE="8",
         SGLANG_EXTRA_FLAGS="",
         PATH=f"{directory}:/usr/bin:/bin",
+        CUDA_HOME=str(directory),
         ROLLOUT_MAX_RESTARTS="50",
     )
     nodes.model.joinpath("config.json").write_text(json.dumps(CONFIG))

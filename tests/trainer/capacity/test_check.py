@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import structlog
+import torch
 import yaml
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,7 @@ from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
-from trainer.capacity.check import REMEDIES, check, engine_beside, preflight
+from trainer.capacity.check import REMEDIES, check, compare_asleep, engine_beside, preflight
 from trainer.capacity.need import GIB, EngineBeside, Work, needed
 from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import Limits, Machine, choose, find_limits, plan_records, work_of
@@ -365,3 +366,41 @@ def test_the_engine_beside_the_trainer_is_that_of_the_variables(monkeypatch: pyt
     for context, tokens in (4096, 65536), (100_000, 100_000):
         monkeypatch.setenv("ENGINE_CONTEXT_LENGTH", str(context))
         assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=tokens, keeps_weights=True)
+
+
+def test_graphs_of_more_than_256_sequences_are_counted_while_an_engine_sleeps_and_wakes(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.setenv("BATCH_SIZE", "64")
+    monkeypatch.setenv("ENGINE_MAX_TOTAL_TOKENS", "4096")
+    shape = SHAPES["0.5B"]
+    engines = []
+    for group in ("4", "16"):
+        monkeypatch.setenv("GROUP_SIZE", group)
+        engines.append(engine_beside(settings(**SLEEPING, model_name=str(model)), shape, 1, 22 * GIB))
+    few, many = engines
+    assert few is not None
+    assert many is not None
+    assert (few.graph_bytes, many.graph_bytes) == (0, 768 * 2 * 2**20), "1,024 sequences"
+    work = chosen("0.5B", 1, 1, CARD, **SLEEPING)
+    for place in ("device", "generating"):
+        more, less = (needed(shape, replace(work, engine=engine)).total(place) for engine in (many, few))
+        assert more - less == many.graph_bytes, place
+
+
+@pytest.mark.parametrize(("gigabytes", "level"), [(3.4, "info"), (3.6, "warning")])
+def test_what_a_sleeping_engine_keeps_is_compared_with_what_was_assumed(
+    alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, level: str
+) -> None:
+    """Assumed are 2 GiB of CUDA and 1.5 GiB of SGLang; the trainer's own tensors do not count."""
+    given = settings(**SLEEPING, model_name=str(model))
+    with structlog.testing.capture_logs() as logged:
+        compare_asleep(given, alone)
+    assert logged == [], "without GPUs"
+    own, total = 5 * GIB, 24 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - own - int(gigabytes * GIB), total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: own)
+    with structlog.testing.capture_logs() as logged:
+        compare_asleep(given, replace(alone, device=torch.device("cuda", 0)))
+    [line] = logged
+    assert (line["log_level"], line["held"], line["assumed"]) == (level, f"{gigabytes} GiB", "3.5 GiB")

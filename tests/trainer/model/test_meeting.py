@@ -40,6 +40,7 @@ def test_a_trainer_whose_gpus_are_missing_ends_instead_of_training_on_the_proces
 def test_a_node_whose_gpus_are_there_has_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(program, "check_tools", lambda: None)
     assert program.ranks_per_node() == 4
 
 
