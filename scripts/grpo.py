@@ -136,7 +136,6 @@ OTHER_WORDS = {
     "resume": "grpo run --run-id",
     "eval": "grpo evaluate",
     "set": "grpo fork RUN --at STEP --env NAME=VALUE",
-    "chaos": "python -m tests.chaos JOBGROUP, in a checkout,",
 }
 """Commands of other programs and former ones of ours, and the commands that do the same."""
 
