@@ -127,9 +127,13 @@ def test_settings_that_do_not_fit_together_are_found_before_anything_is_read(tmp
 @slow
 def test_mistakes_in_rewards_are_found(tmp_path: Path) -> None:
     file = "tests/scripts/rehearsed_rewards.yaml"
-    found = rehearse(target(tmp_path), "--steps", "0", SOURCES=file, MAX_STEPS="9")
+    (tmp_path / "rubric.yaml").write_text("criteria:\n- name: short\n  text: The answer is short.\n")
+    judge = {"JUDGE_MODEL": "judge", "JUDGE_URL": f"http://127.0.0.1:{free_port()}/v1"}
+    judge |= {"JUDGE_RUBRIC": str(tmp_path / "rubric.yaml"), "SERVICE_DEADLINE_SECONDS": "12.5"}
+    found = rehearse(target(tmp_path), "--steps", "0", SOURCES=file, MAX_STEPS="9", **judge)
     finds(
         found,
+        "judge did not answer POST http",
         "rewards of constant: a right, an empty and a senseless answer have the same reward",
         "ValueError: substring not found",
         "answers have no reward, the first with error for the answer '' to nan/train/",
@@ -138,7 +142,6 @@ def test_mistakes_in_rewards_are_found(tmp_path: Path) -> None:
 
 TEXTS = [{"text": row["question"], "answer": row["answer"]} for row in ROWS]
 UNANSWERED = [row | {"answer": ""} for row in ROWS]
-JUDGE = {"REWARD_FN": "exact_match=1,judge=0.5", "JUDGE_MODEL": "judge", "SERVICE_DEADLINE_SECONDS": "12.5"}
 LACKS_COLUMNS, NO_END = "has none of the columns question, prompt, problem", "ends an answer with '<|im_end|>'"
 NO_TEMPLATE = ("has no chat template, which agents", "has no chat template; set PROMPT_STYLE=plain")
 
@@ -162,14 +165,6 @@ def test_mistakes_in_model_rows_and_settings_are_found(
 ) -> None:
     given = {"DATASET": dataset(tmp_path / "rows.jsonl", rows), **settings}
     finds(rehearse(target(tmp_path / "model", **model), "--steps", "0", **given), *sentences)
-
-
-@slow
-def test_a_judge_that_does_not_answer_is_found(tmp_path: Path) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria:\n- name: short\n  text: The answer is short.\n")
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    given = JUDGE | {"JUDGE_URL": url, "JUDGE_RUBRIC": str(tmp_path / "rubric.yaml"), "DATASET": "arithmetic"}
-    finds(rehearse(target(tmp_path / "model"), "--steps", "0", **given), "judge did not answer POST http")
 
 
 @pytest.mark.e2e
