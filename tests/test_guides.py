@@ -150,7 +150,7 @@ def test_a_guides_commands_run_and_its_jobs_are_accepted(
                 (desk.folder / block.file).write_text(desk.given(block.text))
             elif block.language == "yaml":
                 yaml.safe_load(block.text)
-            elif block.words & {"gpu", "long"}:
+            elif block.words & {"gpu", "long"} or re.fullmatch(r"grpo run .* --dry-run\n?", block.text):
                 desk.check_jobs(block)
             elif "terminal" in block.words:
                 with desk.running(block):
