@@ -136,7 +136,6 @@ OTHER_WORDS = {
     "eval": "grpo evaluate",
     "set": "grpo fork RUN --at STEP --env NAME=VALUE",
     "push": "hf upload ORG/NAME RUN/model",
-    "chaos": "python -m tests.chaos JOBGROUP, in a checkout,",
 }
 """Commands of other programs and former ones of ours, and what does the same."""
 

@@ -101,9 +101,18 @@ def test_nothing_of_a_users_own_in_the_root_is_packed(distributions, wheel):
 
 
 def test_commands_start_beside_packages_of_the_same_names(environment, home):
+    """All of them in one process."""
+    program = environment / "bin/grpo"
+    (home / "all_commands.py").write_text(
+        "import contextlib, runpy, sys\n"
+        f"for command in {[*COMMANDS]}:\n"
+        f"    sys.argv = [{str(program)!r}, command, '--help']\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = run(environment / "bin/python", "all_commands.py", cwd=home, TERM="dumb")
+    assert done.returncode == 0, done.stderr
     for command in COMMANDS:
-        done = run(environment / "bin/grpo", command, "--help", cwd=home, TERM="dumb")
-        assert done.returncode == 0, done.stderr
         assert f"Usage: grpo {command} " in done.stdout
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from local_runner import skypilot
+from tests.local_runner.in_process import asks_here
 from tests.pages import ROOT, blocks, commands, grpo_command
 from tests.rows import write_rows
+
+__all__ = ["asks_here"]
 
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
@@ -35,6 +38,7 @@ def test_the_runner_accepts_its_jobs(
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    asks_here: None,
 ) -> None:
     """In a checkout with the demo's model, in which a reader has data and a reward of their own."""
     for entry in ROOT.iterdir():

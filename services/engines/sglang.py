@@ -18,12 +18,15 @@ from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import Endpoint, exempt_from_proxies, node_rank, num_nodes
 from services.core.errors import ConfigurationError
 from services.core.files import read_signed, write_signed
+from services.core.logs import get_logger
 from services.core.machine import ComputeType
 from services.core.processes import Command
 from services.core.toolchain import check_tools, engine_variables, run_python
 from services.engines.placement import EnginePlace
 from services.engines.settings import RolloutSettings
 from services.weights.policy_store import FIRST_VERSION
+
+log = get_logger(__name__)
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests that wait in SGLang before it answers 503; as many as wait in the embedded engine."""

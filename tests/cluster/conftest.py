@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from local_runner.supervisor import Outcome
-from services.core.endpoints import ENGINE_PORT, ROUTER_INNER_PORT
+from services.core.endpoints import ROUTER_INNER_PORT
 from tests.cluster import network
-from tests.cluster.cluster import Answer, Cluster, Question
-from tests.cluster.strangers import SECRETS, Strangers
+from tests.cluster.cluster import Cluster
+from tests.cluster.strangers import TOKEN, Strangers
 from tests.e2e.system import SETTINGS
 
 STEPS = 16
@@ -26,7 +26,6 @@ RUN = SETTINGS | {
     "CHECKPOINT_EVERY": "2",
     "ENGINE_DETERMINISTIC": "true",
 }
-WORKERS = [f"http://rollout-server-{rank}.grpo:{ENGINE_PORT}" for rank in range(2)]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -41,14 +40,8 @@ class Finished:
     """A run that went to its end, and what was seen of it on the way."""
 
     cluster: Cluster
-    served: list[Answer | None]
-    """What each worker said of its model after the first step."""
     listening: dict[str, set[int]]
     """Ports on which others can reach a node, by node."""
-    command_lines: list[str]
-    """Of all processes."""
-    environments: list[dict[str, str]]
-    """Of all processes."""
     connections: dict[str, set[tuple[str, str]]]
     """Local and remote address of each TCP connection, by node, but for those of a proxy to the router behind it."""
     names: dict[str, str]
@@ -62,18 +55,13 @@ def finish(cluster: Cluster, strangers: Strangers) -> Finished:
     """A run, watched from outside while it stands still after the first step."""
     cluster.wait_for_step(1)
     with cluster.held():
-        token = SECRETS["JOBGROUP_TOKEN"]
-        served = cluster.ask(*(Question(f"{worker}/model_info", token=token) for worker in WORKERS))
         names = [f"{node}.grpo" for node in cluster.nodes()]
         resolved = cluster.on_node("ppo-trainer-0", "getent", "hosts", *names).splitlines()
         seen = Finished(
             cluster,
-            served=served,
             listening={node: _ports(cluster.on_node(node, "ss", "-Hltn")) for node in cluster.nodes()},
             connections={node: _connections(cluster.on_node(node, "ss", "-Htn")) for node in cluster.nodes()},
             names={line.split()[1].removesuffix(".grpo"): line.split()[0] for line in resolved},
-            command_lines=[" ".join(process.cmdline()) for process in cluster.processes()],
-            environments=[process.environ() for process in cluster.processes()],
         )
         strangers.try_everything(cluster)
     seen.outcome = cluster.wait()
@@ -105,7 +93,8 @@ def strangers() -> Strangers:
 
 @pytest.fixture(scope="session")
 def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, strangers: Strangers) -> Finished:
-    """A run with secrets that publishes by broadcast."""
-    settings = RUN | {"PUBLISH_TRANSPORT": "broadcast", "WANDB_MODE": "offline"}
-    with Cluster(tmp_path_factory.mktemp("guarded"), tiny_model, settings, secrets=SECRETS) as cluster:
+    """A run with a token that publishes by broadcast."""
+    settings = RUN | {"PUBLISH_TRANSPORT": "broadcast"}
+    secrets = {"JOBGROUP_TOKEN": TOKEN}
+    with Cluster(tmp_path_factory.mktemp("guarded"), tiny_model, settings, secrets=secrets) as cluster:
         return finish(cluster, strangers)

@@ -42,7 +42,7 @@ ROUTER_ROUTES = [
     ("POST", "/add_worker"),
     ("POST", "/remove_worker"),
 ]
-SECRETS = {name: f"{name.lower()}-{uuid.uuid4().hex}" for name in ("JOBGROUP_TOKEN", "HF_TOKEN", "WANDB_API_KEY")}
+TOKEN = uuid.uuid4().hex
 MARKER = "/shared/a-pickle-was-executed"
 PICKLE_TYPES = ["application/json", "application/octet-stream", "application/x-pickle", "text/plain"]
 
@@ -67,17 +67,16 @@ class Strangers:
 
     def try_everything(self, cluster: Cluster) -> None:
         """Asks, pickles last."""
-        token = SECRETS["JOBGROUP_TOKEN"]
         routes = [Question(f"{ROUTER}{path}", method) for method, path in ROUTER_ROUTES]
         for node, port in SERVICES.items():
-            routes += routes_of(cluster, f"http://{node}.grpo:{port}", token)
-        strange = [replace(q, token=wrong) for q in routes for wrong in (None, "", token[:-1], token + "x")]
+            routes += routes_of(cluster, f"http://{node}.grpo:{port}")
+        strange = [replace(q, token=wrong) for q in routes for wrong in (None, "", TOKEN[:-1], TOKEN + "x")]
         self.refused = list(zip(strange, cluster.ask(*strange), strict=True))
-        friendly = [replace(q, token=token) for q in routes if q.method == "GET"]
+        friendly = [replace(q, token=TOKEN) for q in routes if q.method == "GET"]
         self.answered = list(zip(friendly, cluster.ask(*friendly), strict=True))
         payload = pickle.dumps(Payload(), protocol=0)
         hostile = [
-            replace(q, token=token, body=payload, content_type=kind)
+            replace(q, token=TOKEN, body=payload, content_type=kind)
             for q in routes
             if q.method == "POST"
             for kind in PICKLE_TYPES
@@ -85,9 +84,9 @@ class Strangers:
         self.pickled = list(zip(hostile, cluster.ask(*hostile), strict=True))
 
 
-def routes_of(cluster: Cluster, url: str, token: str) -> list[Question]:
+def routes_of(cluster: Cluster, url: str) -> list[Question]:
     """Every route on a service's OpenAPI page, beside those that no page lists; /health is for everybody."""
-    (page,) = cluster.ask(Question(f"{url}/openapi.json", token=token))
+    (page,) = cluster.ask(Question(f"{url}/openapi.json", token=TOKEN))
     assert page is not None
     assert page.status == 200, f"{url}: {page}"
     listed = [

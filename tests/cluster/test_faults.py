@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HOUR = 3600
 CLOCK = {"PYTHONPATH": str(Path(__file__).with_name("clock")), "CLOCK_JUMP_FILE": "/shared/clock-jump"}
-LINK_SECONDS = 20.0
+LINK_SECONDS = 10.0
 PREEMPTED = [
     ("data-server-0",),
     ("rollout-server-1",),

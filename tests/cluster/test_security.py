@@ -1,9 +1,9 @@
-"""With JOBGROUP_TOKEN nothing answers strangers, nothing is unpickled, and no secret is anywhere that is looked at."""
+"""With JOBGROUP_TOKEN nothing answers strangers, and nothing is unpickled."""
 
 import pytest
 
 from services.core.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
-from tests.cluster.strangers import MARKER, ROUTER, SECRETS, SERVICES
+from tests.cluster.strangers import MARKER, ROUTER, SERVICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,15 +43,3 @@ def test_nothing_pickled_is_accepted(guarded, strangers):
     assert not (guarded.cluster.volume / MARKER.rpartition("/")[2]).exists()
     failed = [(q.url, a) for q, a in strangers.pickled if a is not None and a.status >= 500 and ROUTER not in q.url]
     assert not failed
-
-
-@pytest.mark.parametrize("name", SECRETS)
-def test_the_trainer_has_every_secret_and_nobody_sees_it(guarded, strangers, name):
-    secret = SECRETS[name]
-    assert any(environment.get(name) == secret for environment in guarded.environments)
-    files = [path for path in guarded.cluster.volume.rglob("*") if path.is_file()]
-    assert len(files) > 20
-    assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
-    assert [question.url for question, answer in strangers.answered if answer and secret in answer.text] == []
-    assert len(guarded.command_lines) > 10
-    assert [line for line in guarded.command_lines if secret in line] == []

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning whole, without engines and beside them, and reinforcement learning after it."""
+"""Supervised fine-tuning whole, without engines and beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.system import System, one_each
-from tests.rows import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,13 +48,10 @@ def test_a_run_without_engines_learns(tiny_model: Path, tmp_path: Path) -> None:
     assert components.keys() == {"ppo-trainer", "data-server"}
 
 
-def test_a_run_beside_engines_is_evaluated_as_it_goes_and_its_model_is_trained_further_by_rewards(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_beside_engines_is_evaluated_as_it_goes(tiny_model: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6, 10) for b in range(4)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in sums))
-    nodes = one_each("rollout-server", "ppo-trainer")
     evaluated = {"METHOD": "sft", "DATASET_TEST": str(questions), "EVAL_EVERY": "3", "EVAL_PROMPTS": "8"}
     evaluated |= {"PUBLISH_TYPE": "float32", "ENGINE_DTYPE": "float32"}
     system = run(tmp_path, tiny_model, "evaluated", "jobgroup.yaml", **evaluated)
@@ -65,12 +61,3 @@ def test_a_run_beside_engines_is_evaluated_as_it_goes_and_its_model_is_trained_f
     assert all(0 <= line["accuracy"] <= 1 for line in lines if "accuracy" in line)
     assert has_learned(lines)
     assert system.summary()["accuracy_before"] is not None, "it was evaluated before the first step, too"
-    swapped = write_rows(
-        tmp_path / "swapped.jsonl", [{**row, "question": f"{row['question'][2]}+{row['question'][0]}="} for row in sums]
-    )
-    further = evaluated | {"METHOD": "rl", "DATASET": str(swapped), "DATASET_TEST": str(questions), "MAX_STEPS": "2"}
-    rewarded = System(tmp_path, system.run_dir / "model", *nodes, **further)
-    assert rewarded.wait() == 0, rewarded.text
-    assert rewarded.summary()["accuracy_before"] == system.summary()["accuracy_after"]
-    assert [line["step"] for line in rewarded.metrics()] == [1, 2]
-    assert all(line["grad_norm"] > 0 for line in rewarded.metrics())

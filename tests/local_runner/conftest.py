@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +11,11 @@ import pytest
 from local_runner import run
 from local_runner.nodes import node_environment
 from local_runner.supervisor import Supervisor
-from tests.local_runner.in_process import answer, call
+from tests.local_runner.in_process import asks_here, call
 from tests.local_runner.machine import Command, Machine
 from tests.local_runner.runner import HEADER, task
 
-
-@pytest.fixture
-def asks_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in this process what a dry run asks other processes: imports of functions, rows, memory."""
-    monkeypatch.setattr("local_runner.checks.subprocess", SimpleNamespace(**vars(subprocess) | {"run": answer}))
+__all__ = ["asks_here"]
 
 
 class Here:

@@ -16,9 +16,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import structlog
 
 import services.data_server.dataset  # noqa: F401  # before a test has to wait for it
@@ -54,6 +56,12 @@ def answer(command: list[str], *, env: Mapping[str, str], timeout: float, **_: A
         os.lseek(raw, 0, os.SEEK_SET)
         said = os.read(raw, 2**20).decode()
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue() + said)
+
+
+@pytest.fixture
+def asks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in this process what a dry run asks other processes: imports of functions, rows, memory."""
+    monkeypatch.setattr("local_runner.checks.subprocess", SimpleNamespace(**vars(subprocess) | {"run": answer}))
 
 
 def _code(end: SystemExit) -> int:

@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 from scripts.rehearse import main, make_stand_in
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
 from services.core.errors import ConfigurationError
-from tests.ports import free_port
+from tests.local_runner.in_process import asks_here
 from tests.services.core.hub_stand_in import MODEL, serving
 from tests.toy_models import byte_tokenizer
 from trainer.capacity.shape import CONFIGS
+
+__all__ = ["asks_here"]
 
 ROOT = Path(__file__).parents[2]
 APP = typer.Typer()
@@ -135,29 +137,27 @@ def test_mistakes_in_rewards_are_found(tmp_path: Path) -> None:
 
 TEXTS = [{"text": row["question"], "answer": row["answer"]} for row in ROWS]
 UNANSWERED = [row | {"answer": ""} for row in ROWS]
-JUDGE = {"REWARD_FN": "exact_match=1,judge=0.5", "JUDGE_MODEL": "judge", "SERVICE_DEADLINE_SECONDS": "12.5"}
 LACKS_COLUMNS, NO_END = "has none of the columns question, prompt, problem", "ends an answer with '<|im_end|>'"
 NO_TEMPLATE = ("has no chat template, which agents", "has no chat template; set PROMPT_STYLE=plain")
 
 
-@slow
 @pytest.mark.parametrize(
     ("model", "rows", "settings", "sentences"),
     [
         ({"template": TOOLS + TURNS}, ROWS, {"GROUND_TRUTH_COLUMN": "anwser"}, ("anwser", "has no generation prompt")),
         ({"end": "<|endoftext|>"}, TEXTS, {}, (LACKS_COLUMNS, NO_END)),
         ({"end": None}, UNANSWERED, {}, ("with no ground truth", "has no end token")),
-        ({}, ROWS, JUDGE, ("judge did not answer POST http",)),
         ({"template": None}, ROWS, {"AGENT": "tests.nowhere:solve"}, ("tests.nowhere", *NO_TEMPLATE)),
     ],
 )
 def test_mistakes_in_model_rows_and_settings_are_found(
-    tmp_path: Path, model: dict[str, str | None], rows: Any, settings: dict[str, str], sentences: tuple[str, ...]
+    tmp_path: Path,
+    model: dict[str, str | None],
+    rows: Any,
+    settings: dict[str, str],
+    sentences: tuple[str, ...],
+    asks_here: None,
 ) -> None:
-    (tmp_path / "rubric.yaml").write_text("criteria:\n- name: short\n  text: The answer is short.\n")
-    if settings is JUDGE:
-        url = f"http://127.0.0.1:{free_port()}/v1"
-        settings = JUDGE | {"JUDGE_URL": url, "JUDGE_RUBRIC": str(tmp_path / "rubric.yaml")}
     given = {"DATASET": dataset(tmp_path / "rows.jsonl", rows), **settings}
     finds(rehearse(target(tmp_path / "model", **model), "--steps", "0", **given), *sentences)
 

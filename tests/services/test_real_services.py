@@ -1,4 +1,4 @@
-"""The three services on real ports: the calls of the stock SkyPilot example, and our own clients."""
+"""The three services on real ports: the calls of the stock SkyPilot example, and what services tell and import."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ from services.clients.reward import RewardClient
 from services.core.endpoints import Endpoint
 from services.data_server.app import create_app as data_server
 from services.data_server.settings import DataSettings
-from services.http.client import RequestRefusedError
-from services.protocol.groups import Group, TokenSequence
-from services.protocol.prompts import Cursor, Split
-from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest
-from services.protocol.rewards import RewardItem
 from services.replay_buffer.app import create_app as replay_buffer
 from services.replay_buffer.settings import ReplaySettings
 from services.reward_server.app import create_app as reward_server
 from services.reward_server.settings import RewardSettings
-from tests.sequences import make_group
 from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS
 
@@ -87,66 +81,6 @@ async def test_every_service_tells_its_clients_what_it_runs_with(urls: dict[str,
     assert (told["data"].settings["dataset"], "dataset" in told["data"].changed) == ("arithmetic", True)
     assert (told["reward"].settings["reward_fn"], "reward_fn" in told["reward"].changed) == ("math", False)
     assert "replay_dir" in told["replay"].settings
-
-
-async def test_the_data_client_walks_a_cursor_and_an_epoch_has_each_prompt_once(urls: dict[str, str]) -> None:
-    async with DataClient(endpoint(urls["data"])) as data:
-        await data.wait_healthy(IDLE_SECONDS)
-        cursor, seen = Cursor(), []
-        while cursor.epoch == 0:
-            batch = await data.prompts(8, cursor=cursor)
-            seen += [prompt.id for prompt in batch.prompts if prompt.epoch == 0]
-            cursor = batch.cursor
-        assert sorted(seen) == sorted(set(seen))
-        assert len(seen) == batch.total_available == (await data.stats()).train_prompts
-        held_out = await data.prompts(4096, Split.TEST, Cursor())
-        assert held_out.cursor == Cursor(epoch=1, position=0)
-        assert {p.prompt for p in held_out.prompts}.isdisjoint(seen)
-        first = await data.prompts(4, consumer="someone")
-        second = await data.prompts(4, consumer="someone")
-        assert [p.position for p in first.prompts + second.prompts] == list(range(8))
-
-
-async def test_the_reward_client_scores_in_order_over_several_requests(urls: dict[str, str]) -> None:
-    items = [RewardItem(prompt="", response=f"#### {i}", ground_truth=str(i - i % 2)) for i in range(2500)]
-    async with RewardClient(endpoint(urls["reward"])) as rewards:
-        results = await rewards.score(items)
-    assert [result.reward for result in results] == [float(i % 2 == 0) for i in range(2500)]
-
-
-def group_named(name: str) -> Group:
-    sequence = TokenSequence(
-        completion="4",
-        completion_ids=[3, 1],
-        logprobs=[-0.25, -0.125],
-        policy_versions=[2, 2],
-        finish_reason="stop",
-        result={"reward": 1.0},
-    )
-    return make_group(group_id=name, prompt="2 + 2?", ground_truth="4", prompt_ids=[1, 2], sequences=[sequence] * 2)
-
-
-async def test_the_replay_client_reaches_every_route(urls: dict[str, str]) -> None:
-    groups = [group_named(f"client-{i}") for i in range(70)]
-    async with ReplayClient(endpoint(urls["replay"])) as replay:
-        assert (await replay.add(groups, [1.0] * 70)).added == 70
-        assert (await replay.add(groups[:3])).duplicates == 3
-        sampled = await replay.sample(SampleGroupsRequest(batch_size=5, seed=1))
-        assert all(s.group in groups for s in sampled)
-        assert (await replay.update_priorities({"client-0": 3.0, "unheard": 1.0})).unknown == 1
-        assert (await replay.save_snapshot("a")).groups == 70
-        assert (await replay.enqueue([group_named("fresh-0"), group_named("fresh-1")])).size == 2
-        lease = await replay.lease(LeaseRequest(max_groups=2, wait_seconds=5))
-        assert [group.group_id for group in lease.groups] == ["fresh-0", "fresh-1"]
-        assert (await replay.acknowledge(AcknowledgeRequest(lease_id=lease.lease_id or ""))).acknowledged == 2
-        assert (await replay.stats()).groups == 72
-        assert (await replay.restore_snapshot("a")).groups == 70
-        assert (await replay.stats()).groups == 70
-        assert (await replay.drop_snapshot("a")).groups == 70
-        assert (await replay.drop_snapshot("a")).groups == 0
-        with pytest.raises(RequestRefusedError) as refusal:
-            await replay.restore_snapshot("a")
-        assert refusal.value.status == 404
 
 
 HEAVY = ("torch", "transformers", "sympy", "datasets", "pandas")

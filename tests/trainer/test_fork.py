@@ -113,7 +113,7 @@ def test_a_fork_ends_with_the_weights_of_its_run_only_with_all_of_its_state(
 
 def test_a_fork_shares_what_nobody_writes(parent: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    fork = Fork(RunFiles(parent), AT, ["LOSS=cispo"], "fork")
+    fork = Fork(RunFiles(parent), AT, ["LOSS=cispo", "WANDB_API_KEY=abc"], "fork")
     fork.check()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "a check writes nothing"
     fork.write()
@@ -124,7 +124,7 @@ def test_a_fork_shares_what_nobody_writes(parent: Path, tmp_path: Path) -> None:
     assert orjson.loads((fork.new / "fork.json").read_bytes()) == {
         "parent": "base",
         "at": AT,
-        "changes": ["LOSS=cispo"],
+        "changes": ["LOSS=cispo", "WANDB_API_KEY"],
     }
 
 

@@ -49,22 +49,18 @@ def test_the_critic_learns_first_then_both_and_metrics_say_so(
     assert not said["missing_keys"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "lost"), [("own", "draw_replayed"), pytest.param("shared", "publish", marks=pytest.mark.slow)]
-)
 def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_one(
-    alone: Ranks, model: Path, tmp_path: Path, kind: str, lost: str
+    alone: Ranks, model: Path, tmp_path: Path
 ) -> None:
-    """The first goes on after the warm-up, in which the policy's optimizer has not begun."""
-    resumed_run(alone, model, tmp_path, lost, PROMPTS, critic=kind, **SETTINGS)
+    """It goes on after the warm-up, in which the policy's optimizer has not begun."""
+    resumed_run(alone, model, tmp_path, "draw_replayed", PROMPTS, critic="own", **SETTINGS)
 
 
 @BOTH
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_take_the_steps_of_one(alone: Ranks, model: Path, tmp_path: Path, kind: str, n_ranks: int) -> None:
+def test_ranks_take_the_steps_of_one(alone: Ranks, model: Path, tmp_path: Path, kind: str) -> None:
     settings = SETTINGS | {"critic": kind}
     one = train(alone, model, tmp_path / "one", prompts=PROMPTS, **settings)
-    for weights in run_on_ranks(n_ranks, weights_after, model, tmp_path / "more", settings, PROMPTS):
+    for weights in run_on_ranks(2, weights_after, model, tmp_path / "more", settings, PROMPTS):
         assert weights.keys() == one.weights.keys()
         for name, values in one.weights.items():
             assert np.abs(weights[name] - values).max() < 2e-4, name

@@ -85,16 +85,13 @@ def test_rounded_weights_and_their_masters_are_resumed_to_the_bit(
         )
 
 
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_number_of_ranks_may_change(
-    model: Path, trained: tuple[Path, Arrays], tmp_path: Path, n_ranks: int
-) -> None:
+def test_the_number_of_ranks_may_change(model: Path, trained: tuple[Path, Arrays], tmp_path: Path) -> None:
     directory, undisturbed = trained
-    more = run_on_ranks(n_ranks, resume_and_train, model, directory, GROUPS, LAST)
+    more = run_on_ranks(2, resume_and_train, model, directory, GROUPS, LAST)
     for step, weights in more:
         assert step == SAVED
         assert greatest_difference(weights, undisturbed) < 1e-4
-    run_on_ranks(n_ranks, train_and_save, model, tmp_path, GROUPS, SAVED, SAVED)
+    run_on_ranks(2, train_and_save, model, tmp_path, GROUPS, SAVED, SAVED)
     with join_ranks() as ranks:
         _, weights = resume_and_train(ranks, model, tmp_path, GROUPS, LAST)
     assert greatest_difference(weights, undisturbed) < 1e-4

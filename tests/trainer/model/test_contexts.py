@@ -70,7 +70,7 @@ def test_an_update_is_that_of_one_rank(model: Path, n_ranks: int, size: int, rep
 
 @pytest.mark.parametrize(
     ("family", "n_ranks"),
-    [("llama-one-key-head", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_moe"))],
+    [("llama-one-key-head", 2), pytest.param("qwen3_moe", 4, marks=pytest.mark.slow)],
 )
 def test_key_value_heads_may_be_fewer_than_ranks(tmp_path: Path, family: str, n_ranks: int) -> None:
     model = save_model(tmp_path, FAMILIES[family])

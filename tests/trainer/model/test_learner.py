@@ -76,11 +76,9 @@ def assert_same_weights(weights: Arrays, expected: Arrays, within: float = 0.0) 
         {"temperature": 0.7, "clip_high": 0.28, "weight_decay": 0.1, "adam_eps": 1e-3},
         {"max_grad_norm": 0.05},
         {"importance_correction": "none", "updates_per_batch": 2},
-        pytest.param({"importance_cap": 0.9}, marks=pytest.mark.slow),
         {"importance_cap": 0.9, "updates_per_batch": 2},
         {"kl_coef": 0.3, "updates_per_batch": 2},
         {"epochs_per_batch": 3, "updates_per_batch": 3},
-        pytest.param({"epochs_per_batch": 2, "importance_correction": "none"}, marks=pytest.mark.slow),
         {"entropy_coef": 0.2},
     ],
     ids=str,
@@ -171,7 +169,7 @@ def whole(model: Path) -> dict[str, Trained]:
         }
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_ranks", [1, 2])
 def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(
     model: Path, whole: dict[str, Trained], n_ranks: int
 ) -> None:

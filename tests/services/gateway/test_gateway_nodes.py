@@ -1,4 +1,4 @@
-"""Gateways as processes or as the nodes of one gateway: sessions are shared, and a kill costs no sample."""
+"""Gateways as the nodes of one gateway share its sessions, which end once their traces are there."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import hashlib
 import json
 import os
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from services.clients.agent_episodes import RetryingTransport
 from services.clients.gateway import GatewayClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
-from services.core.tasks import Stopwatch
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from services.http.client import RequestRefusedError
@@ -26,10 +23,7 @@ from services.protocol.sessions import CreateSessionRequest
 from tests.services.gateway.client_service import serving_gateway
 from tests.services.gateway.fake_engine import FakeEngine, running
 from tests.services.run_page.serving import served_ready
-from tests.waiting import IDLE_SECONDS, eventually
-
-CHAT = "/sessions/s/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Vote."}]}
+from tests.waiting import IDLE_SECONDS
 
 
 def seeded(request: dict[str, Any]) -> list[int]:
@@ -38,12 +32,6 @@ def seeded(request: dict[str, Any]) -> list[int]:
     digest = hashlib.blake2b(json.dumps([request["input_ids"], sampling["sampling_seed"]]).encode()).hexdigest()
     draw = random.Random(digest)
     return [*(draw.randrange(10, 200) for _ in range(draw.randrange(5, 20))), 2]
-
-
-def start(start_service: Any, directory: Path, engine: FakeEngine, where: Path, port: int | None = None) -> Any:
-    mapping = {"rollout-server-0:30000": f"127.0.0.1:{engine.port}", "gateway-0:8005": "127.0.0.1:0"}
-    environment = {"MODEL_NAME": str(directory), "GATEWAY_DIR": str(where), ENDPOINTS_VARIABLE: json.dumps(mapping)}
-    return start_service("services.gateway", port=port, healthy=False, **environment)
 
 
 async def play(http: httpx.AsyncClient, url: str) -> None:
@@ -117,41 +105,3 @@ async def test_sessions_are_deleted_once_their_traces_are_there_and_a_gateway_th
             await client.finish("two", 1.0)
             with pytest.raises(RequestRefusedError, match="404"):
                 await client.session("one")
-
-
-@pytest.mark.slow
-async def test_eight_in_parallel_are_the_same_eight_samples_when_the_gateway_is_killed(
-    models: Any, start_service: Any, tmp_path: Path
-) -> None:
-    async def vote(where: Path, kills: int) -> tuple[list[str], dict[str, Any]]:
-        """Return the answers to eight equal requests, sorted, and the trace."""
-        service = start(start_service, models("qwen2.5"), engine, where)
-        await asyncio.to_thread(service.wait_healthy)
-        transport = RetryingTransport(IDLE_SECONDS, Stopwatch())
-        async with httpx.AsyncClient(transport=transport, base_url=service.url, timeout=IDLE_SECONDS) as client:
-            await client.post("/sessions", json={"id": "s", "seed": 7})
-
-            async def are_recorded(calls: int) -> bool:
-                return (await client.get("/sessions/s")).json()["turns"] >= calls
-
-            asked = asyncio.gather(*(client.post(CHAT, json=BODY) for _ in range(8)))
-            for _ in range(kills):
-                await eventually(partial(are_recorded, 3))
-                service.kill()
-                service = start(start_service, models("qwen2.5"), engine, where, service.port)
-                await asyncio.to_thread(service.wait_healthy)
-            replies = [reply.json() for reply in await asked]
-            trace = (await client.post("/sessions/s/finish")).json()
-        service.end()
-        assert len({reply["id"] for reply in replies}) == 8
-        return sorted(reply["choices"][0]["message"]["content"] for reply in replies), trace
-
-    def slower_and_slower(request: dict[str, Any]) -> list[int]:
-        engine.seconds = 0.2 * (len(engine.requests) % 8)
-        return seeded(request)
-
-    async with running(FakeEngine(slower_and_slower)) as engine:
-        wanted, undisturbed = await vote(tmp_path / "undisturbed", 0)
-        found, trace = await vote(tmp_path / "killed", 1)
-    assert found == wanted
-    assert trace["turns"] == undisturbed["turns"] == 8
