@@ -131,10 +131,7 @@ async def run_node(
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
         registrations, processes, parts = [], [], []
         for place, listen, reached_at in zip(places, addresses.engines, addresses.own_workers, strict=True):
-            # A worker may take as long to load a version as to load its first weights.
-            worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
-            worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
-            worker.nccl = machine.installed_nccl(engine_class.python(settings)) if place.devices else None
+            worker = _client(settings, engine_class, place, reached_at)
             own = {"engine": engine_class.kind.value, "nccl": worker.nccl, "listen": listen.url}
             log.info("engine placed", **vars(place), **own)
             await stack.enter_async_context(worker)
@@ -163,6 +160,15 @@ async def run_node(
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
+
+
+def _client(settings: RolloutSettings, engine_class: type[Engine], place: EnginePlace, reached_at: Endpoint) -> Engine:
+    """Return the client of an engine of this node."""
+    # A worker may take as long to load a version as to load its first weights.
+    worker = engine_class(reached_at.url, settings.token, timeout=settings.engine_start_seconds)
+    worker.gpus = place.devices if len(place.devices) == place.tensor_parallel else ()
+    worker.nccl = machine.installed_nccl(engine_class.python(settings)) if place.devices else None
+    return worker
 
 
 def _loaded_kernels(
