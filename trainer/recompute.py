@@ -87,6 +87,7 @@ class Recomputation:
         self.settings, then = _settings(run_dir, head), head.computation
         torch.set_num_threads(then.threads)
         ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
+        ranks = ranks.laid_out(self.settings.layout)
         self.ranks, self.step = ranks, after
         torch.manual_seed(self.settings.seed)
         policy = load_policy(self.settings, ranks)

@@ -12,6 +12,9 @@ completion.
 On CUDA, ``TreeMask`` has tables of tiles for ``flex_attention``. Over tiles of 128 queries and 128 keys the order says
 which tiles hold pairs to compute, and which of these hold nothing else. A kernel visits the former and asks for single
 pairs only outside the latter. So neither a mask of T x T numbers exists, nor copies of keys and values.
+
+``PathRows`` is for models whose layers mix tokens in ways of their own: each path of a tree is a row, which the model's
+own forward pass reads. What paths share is computed once for each of them.
 """
 
 from __future__ import annotations
@@ -129,6 +132,45 @@ def _block(runs: Sequence[tuple[Tensor, int]], is_causal: bool) -> Block:
         key_rows = torch.nn.functional.pad(key_rows, (0, -key_rows.shape[1] % ALIGNMENT))
     depths = pad_sequence([torch.arange(len(path) - own, len(path)) for path, own in runs], batch_first=True)
     return Block(query_rows, key_rows, depths, is_causal)
+
+
+@dataclass(frozen=True)
+class PathRows:
+    """The paths of the trees of T packed tokens as R rows of L tokens, padded on the right with the token at 0."""
+
+    ends: Tensor
+    """[T] int64: packed index at which the subtree of each token ends."""
+    paths: Tensor
+    """[R, L] int64: packed index of each token on each path."""
+    lengths: Tensor
+    """[R] int64: the tokens of each path."""
+    places: Tensor
+    """[T] int64: index of each packed token in the rows, one after the other, where it comes first."""
+
+    @staticmethod
+    def row_length(tokens: int, parts: int = 1) -> int:
+        """Return the length of a row of packed tokens: no padding; it is never computed in parts."""
+        assert parts == 1, "CONTEXT_PARALLEL_SIZE needs LAYOUT=tree"
+        return tokens
+
+    @classmethod
+    def of(cls, ends: Tensor) -> PathRows:
+        """Return the rows of trees in depth-first order; ``ends`` [T] int64 is on the CPU."""
+        paths = [path for path, _ in runs(ends)]
+        rows = pad_sequence(paths, batch_first=True)
+        places = torch.empty_like(ends)
+        for number, path in reversed(list(enumerate(paths))):
+            places[path] = torch.arange(len(path)) + number * rows.shape[1]
+        return cls(ends, rows, torch.tensor([len(path) for path in paths]), places)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> PathRows:
+        """Return a copy with every tensor changed, such as moved to a device."""
+        return PathRows(*(change(x) for x in (self.ends, self.paths, self.lengths, self.places)))
+
+    def mask(self) -> Tensor:
+        """Return which tokens of the rows are no padding, [R, L] int64, as transformers' models take it."""
+        places = torch.arange(self.paths.shape[1], device=self.paths.device)
+        return (places < self.lengths[:, None]).long()
 
 
 TILE = 128

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from services.protocol.groups import TEACHER, TokenSequence, pack_sequences, unpack_sequences
 from services.protocol.rewards import FinishReason
-from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
+from trainer.algorithm.attention_layout import AttentionLayout, PathRows, TreeMask
 
+Order = type[AttentionLayout] | type[TreeMask] | type[PathRows]
 Rows = NDArray[np.int64]
 """Packed indices."""
 Ids = NDArray[np.int32]
@@ -155,8 +156,8 @@ class MicroBatch:
     """[T] int64."""
     position_ids: Tensor
     """[T] int64: the depth in the tree."""
-    layout: AttentionLayout | TreeMask
-    """The former for attention on a CPU, the latter on CUDA."""
+    layout: AttentionLayout | TreeMask | PathRows
+    """For attention over trees on a CPU, for that on CUDA, or for a model's own forward pass over rows."""
     predict_rows: Tensor
     """[U] int64, ascending: the packed indices whose hidden states predict trained tokens."""
     state_ids: Tensor
@@ -226,8 +227,8 @@ class MicroBatch:
         return self._each(lambda x: x.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return a copy with every tensor changed; the layout must be a TreeMask."""
-        assert isinstance(self.layout, TreeMask), "the layout of a CPU stays there"
+        """Return a copy with every tensor changed; the layout must not be that of trees on a CPU."""
+        assert not isinstance(self.layout, AttentionLayout), "the layout of a CPU stays there"
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {name: change(x) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **tensors, layout=self.layout.each(change))
@@ -235,14 +236,14 @@ class MicroBatch:
 
 def pack(
     pieces: Sequence[TrainingGroup],
-    order: type[AttentionLayout] | type[TreeMask] = AttentionLayout,
+    order: Order = AttentionLayout,
     context: Context = ALONE,
 ) -> MicroBatch:
     """Pack pieces into one micro-batch on the CPU; no pieces give a filler of one token whose loss is 0.
 
     Args:
         pieces: groups, or pieces of groups.
-        order: how the micro-batch says which tokens see which: for attention on a CPU, or on CUDA.
+        order: how the micro-batch says which tokens see which.
         context: the rank whose part of the micro-batch to return.
     """
     is_filler = not pieces

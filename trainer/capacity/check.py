@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from services.core.files import saved_steps
@@ -24,8 +25,8 @@ from services.engines.sglang import GRAPH_BYTES, graph_sequences
 from trainer.capacity.need import CUDA_CONTEXT, ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
 from trainer.capacity.work import USABLE, Limits, Machine, VolumeRoom, choose, find_limits, plan_records, work_of
-from trainer.config import TrainerSettings
-from trainer.model.loading import choose_compute, load_config
+from trainer.config import Layout, TrainerSettings
+from trainer.model.loading import choose_compute, choose_layout, load_config
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 from trainer.model.teachers import check_teachers, load_teacher_config
@@ -220,9 +221,17 @@ def shape_of(settings: TrainerSettings) -> ModelShape:
         ConfigurationError: a configuration cannot be loaded, or a teacher cannot teach this student.
     """
     check_teachers(settings)
-    configs = [load_config(settings), *(load_teacher_config(settings, name) for name in settings.teacher_models)]
-    shape, *teachers = (ModelShape.of(config, trust_remote_code=settings.trust_remote_code) for config in configs)
+    shape, *teachers = (ModelShape.of(c, trust_remote_code=settings.trust_remote_code) for c in configs_of(settings))
     return replace(shape, teachers=tuple(teachers))
+
+
+def configs_of(settings: TrainerSettings) -> list[PretrainedConfig]:
+    """Return the configurations of MODEL_NAME and of the teachers beside it.
+
+    Raises:
+        ConfigurationError: one cannot be loaded.
+    """
+    return [load_config(settings), *(load_teacher_config(settings, name) for name in settings.teacher_models)]
 
 
 def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings, Ranks, VolumeRoom]:
@@ -249,10 +258,12 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
             "shard_parameters": work.frees_parameters,
             "cpu_offload": work.has_offload,
             "record_groups": work.record_groups,
+            "layout": choose_layout(settings, configs_of(settings)),
         }
         volume = needed(shape, work).total("volume") - work.record_bytes
         return {"replicas": work.replicas, "volume": volume, "changes": changes}
 
     found = ranks.on_main(choices, ConfigurationError, DiskFullError)
-    ranks = ranks.replicated(found["replicas"]).in_contexts(settings.context_parallel_size)
-    return settings.model_copy(update=found["changes"]), ranks, VolumeRoom(settings.run_dir, found["volume"])
+    settings = settings.model_copy(update=found["changes"] | {"layout": Layout(found["changes"]["layout"])})
+    ranks = ranks.replicated(found["replicas"]).in_contexts(settings.context_parallel_size).laid_out(settings.layout)
+    return settings, ranks, VolumeRoom(settings.run_dir, found["volume"])

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.core.errors import ConfigurationError, first_line
+from trainer.model.loading import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,10 @@ class ModelShape:
         """Return the shape of a configuration's model, which is built without data."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        decoder = model.base_model
-        layer = decoder.layers[-1]
+        layers = decoder_layers(model.base_model)
         heads = config.num_attention_heads
         experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
-        linear = [part for part in decoder.modules() if isinstance(part, nn.Linear)]
+        linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -71,10 +71,10 @@ class ModelShape:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocabulary=config.vocab_size,
             token_experts=experts or 0,
-            has_head_norms=hasattr(getattr(layer, "self_attn", None), "q_norm"),
+            has_head_norms=any(hasattr(getattr(layer, "self_attn", None), "q_norm") for layer in layers),
             parameters=count(model),
-            layer_parameters=max(map(count, decoder.layers)),
-            root_parameters=count(model) - sum(map(count, decoder.layers)),
+            layer_parameters=max(map(count, layers)),
+            root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
         )

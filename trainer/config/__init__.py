@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from trainer.config.sections import SELF, CriticModel, Mode, PublishedType, Rollout, Schedule, Transport
+from trainer.config.sections import SELF, CriticModel, Layout, Mode, PublishedType, Rollout, Schedule, Transport
 from trainer.config.settings import TrainerSettings
 
-__all__ = ["SELF", "CriticModel", "Mode", "PublishedType", "Rollout", "Schedule", "TrainerSettings", "Transport"]
+__all__ = [
+    "SELF",
+    "CriticModel",
+    "Layout",
+    "Mode",
+    "PublishedType",
+    "Rollout",
+    "Schedule",
+    "TrainerSettings",
+    "Transport",
+]

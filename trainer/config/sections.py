@@ -35,6 +35,14 @@ class Mode(StrEnum):
     ASYNC = "async"
 
 
+class Layout(StrEnum):
+    """The form of micro-batches."""
+
+    AUTO = "auto"
+    TREE = "tree"
+    ROWS = "rows"
+
+
 class CriticModel(StrEnum):
     """The model that the critic's value head stands on."""
 
@@ -507,6 +515,11 @@ class MemorySection(MemorySettings):
     optimizer steps there, and copy each layer to the GPU when it computes. `auto`: only if nothing else fits, and never
     with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter, and copies 12 of them in each
     micro-batch."""
+    layout: Layout = Layout.AUTO
+    """`tree`: tokens that completions of a prompt share are computed once, in the trainer's own attention. `rows`: each
+    completion is a row with its prompt, padded on the right, in the model's own forward pass, which takes every causal
+    language model of transformers. `auto`: trees for families whose attention the trainer knows (Llama, Qwen2, Qwen3
+    and others without windows, caps or recurrent layers), otherwise rows."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
     than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and

@@ -4,9 +4,8 @@ On CUDA one ``flex_attention`` computes it, over the tiles of ``TreeMask``. On a
 ``AttentionLayout`` (attention_layout.py). The work of either grows with the lengths of the trees' paths and not with
 the square of the packed row. Any model can use it whose attention goes through transformers' attention interface.
 
-The trainer computes log-probabilities from the last hidden states and the output embedding (logprobs.py). A model that
-needs more than softmax attention over the whole context and plain logits would be trained on wrong numbers, so
-``check_config`` and ``check_model`` refuse it.
+A model that needs more than softmax attention over the whole context would be trained on wrong numbers: it is computed
+in rows, by its own forward pass (``obstacle_to_trees``).
 """
 
 from __future__ import annotations
@@ -20,57 +19,47 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName, _get_group_size_by_name
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.attention_layout import AttentionLayout
 
-FAMILIES = "Qwen2, Qwen3, Llama, ..."
-"""Families of supported models, for messages."""
+TREES = {
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "olmo",
+        "olmo2",
+        "glm",
+        "glm4",
+        "granite",
+    ),
+    *("cohere", "phi", "phi3", "gemma", "seed_oss", "starcoder2", "hunyuan_v1_dense"),
+}
+"""The types of models that are computed over trees of tokens, and are tested to be."""
 
-LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
-"""Names in configurations for a factor of the logits."""
-
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
-"""Names in configurations for tanh caps of attention scores or logits."""
+SCORE_CAPS = ("attn_logit_softcapping", "logits_soft_cap")
+"""Names in configurations for tanh caps of attention scores."""
 
 
-def check_config(config: PretrainedConfig) -> None:
-    """Refuse a model whose configuration asks for other attention or logits than the trainer computes.
-
-    Raises:
-        ConfigurationError: the model has sliding windows, recurrent layers, soft caps or scaled logits.
-    """
+def obstacle_to_trees(config: PretrainedConfig) -> str:
+    """Return what keeps a model from being computed over trees of tokens; "" if nothing does."""
+    if config.model_type not in TREES or getattr(config, "auto_map", None):
+        return "is not among the models that are computed over trees of tokens"
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         layer_types = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
-    if set(layer_types) != {"full_attention"}:
-        raise _refusal(config, f"has layers of type {', '.join(sorted(set(layer_types) - {'full_attention'}))}")
-    for name in SOFT_CAPS:
+    if others := set(layer_types) - {"full_attention"}:
+        return f"has layers of type {', '.join(sorted(others))}"
+    for name in SCORE_CAPS:
         if getattr(config, name, None) is not None:
-            raise _refusal(config, f"caps attention scores or logits ({name})")
-    for name in LOGIT_FACTORS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise _refusal(config, f"scales its logits ({name})")
-
-
-def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention cannot be replaced or whose logits have a bias.
-
-    Raises:
-        ConfigurationError: the model is one of these.
-    """
-    if not model._supports_attention_backend:
-        raise _refusal(model.config, "computes attention in code that cannot be replaced")
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise _refusal(model.config, "adds a bias to its logits")
-
-
-def _refusal(config: PretrainedConfig, what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"MODEL_NAME: {config.model_type} {what}, which the trainer does not support; "
-        f"choose a model of another family ({FAMILIES})"
-    )
+            return f"caps attention scores ({name})"
+    return ""
 
 
 TREE_ATTENTION = "token_tree"
@@ -179,8 +168,8 @@ def tree_attention(
     unsupported = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None] + ["dropout"] * (dropout != 0)
     if unsupported:
         raise ConfigurationError(
-            f"MODEL_NAME: the model's attention has {', '.join(unsupported)}, which the trainer does not support; "
-            f"choose a model of another family ({FAMILIES})"
+            f"MODEL_NAME: the model's attention has {', '.join(unsupported)}, which trees of tokens do not support; "
+            "set LAYOUT=rows"
         )
     if isinstance(layout, SharedLayout):
         query, key, value = (_to_heads(x, layout.group) for x in (query, key, value))

@@ -19,7 +19,7 @@ BUCKET_BYTES = 1 << 28
 BLOCK_BYTES = 1 << 28
 """Bytes of a block of page-locked memory, a power of two, because torch rounds each allocation up to one."""
 
-_LAYER = re.compile(r".*?\blayers\.\d+\.")
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 def by_layer(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

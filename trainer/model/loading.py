@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -22,8 +22,9 @@ from transformers import (
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
-from trainer.config import TrainerSettings
-from trainer.model.attention import TREE_ATTENTION, check_config, check_model
+from trainer.config import Layout, TrainerSettings
+from trainer.model.attention import TREE_ATTENTION, obstacle_to_trees
+from trainer.model.logprobs import check_logits
 from trainer.model.ranks import Ranks
 
 LORA_TARGETS = "all-linear"
@@ -61,22 +62,39 @@ def load_config(settings: TrainerSettings) -> PretrainedConfig:
     """Load MODEL_NAME's configuration.
 
     Raises:
-        ConfigurationError: it cannot be loaded, or its architecture is not supported.
+        ConfigurationError: it cannot be loaded.
     """
     with _as_configuration_error(settings.model_name):
-        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
-        check_config(config)
-    return config
+        return AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+
+
+def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]) -> Layout:
+    """Return the layout of micro-batches that models read, the policy's first: trees only if each can be computed so.
+
+    Raises:
+        ConfigurationError: LAYOUT=tree and one of them cannot, or CONTEXT_PARALLEL_SIZE and the layout is rows.
+    """
+    obstacles = [f"{config.model_type} {reason}" for config in configs if (reason := obstacle_to_trees(config))]
+    if settings.layout is Layout.TREE and obstacles:
+        raise ConfigurationError(f"LAYOUT=tree: {obstacles[0]}; set LAYOUT=auto or rows")
+    is_rows = settings.layout is Layout.ROWS or bool(obstacles)
+    if is_rows and settings.context_parallel_size > 1:
+        reason = obstacles[0] if obstacles else "LAYOUT is rows"
+        raise ConfigurationError(
+            f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree, and {reason}; set it to 1"
+        )
+    return Layout.ROWS if is_rows else Layout.TREE
 
 
 def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
-    """Load MODEL_NAME with the trainer's attention, in float32; without ``materialise``, its parameters have no data.
+    """Load MODEL_NAME in float32, for the settings' layout; without ``materialise``, its parameters have no data.
 
     Raises:
-        ConfigurationError: the model cannot be loaded, or its architecture is not supported.
+        ConfigurationError: the model cannot be loaded, or its logits are not what the trainer would compute.
     """
-    trust = settings.trust_remote_code
-    options = {"dtype": torch.float32, "attn_implementation": TREE_ATTENTION, "trust_remote_code": trust}
+    options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
+    if settings.layout is not Layout.ROWS:
+        options["attn_implementation"] = TREE_ATTENTION
     config = load_config(settings)
     with _as_configuration_error(settings.model_name):
         if materialise:
@@ -84,8 +102,30 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, **options)
-    check_model(model)
+    if materialise:
+        check_logits(model)
     return cast("PreTrainedModel", model)
+
+
+def decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
+    """Return a decoder's layers, by the model's own list of the classes that must not be split.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    kinds = set(decoder._no_split_modules or ())
+    layers: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+    for part in decoder.modules():
+        if type(part).__name__ in kinds and part not in seen:
+            layers.append(part)
+            seen.update(part.modules())
+    if not layers:
+        raise ConfigurationError(
+            f"MODEL_NAME: {decoder.config.model_type} does not say what its layers are (_no_split_modules); choose a "
+            "model of another family"
+        )
+    return layers
 
 
 def load_description(settings: TrainerSettings, digest: str) -> Description:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from services.core.errors import ConfigurationError
 from trainer.algorithm.teachers import jensen_shannon
 from trainer.model.attention import GRAPHS
 
@@ -39,6 +41,7 @@ def token_logprobs(
     state_ids: Tensor,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    form: LogitForm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(hidden weight^T / temperature) at ``targets``, and the entropy of that distribution.
 
@@ -54,12 +57,90 @@ def token_logprobs(
         state_ids: [N] int64 in [0, U), the state that predicts each target.
         temperature: temperature of the sampling distribution.
         chunk_tokens: states whose logits exist at the same time; by default ``chunk_states``.
+        form: what the model makes of hidden weight^T, if anything.
 
     Returns:
         logprobs [N] float32 and entropies [N] float32 (in nats).
     """
     chunk_tokens = chunk_tokens or chunk_states(len(weight), weight.device)
-    return _apply(hidden, weight, targets, state_ids, temperature, chunk_tokens)
+    form = form or LogitForm()
+    return _apply(hidden, weight, form.bias, targets, state_ids, temperature, chunk_tokens, form)
+
+
+SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+"""Names in configurations for a factor of the logits, with its power."""
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """What a model makes of the products of its states and output embedding: cap tanh(scale (x + bias) / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    bias: Tensor | None = None
+    """[V], of the type of the output embedding."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LogitForm:
+        """Return the form of a model's logits, by its configuration and its output embedding."""
+        powers = {name: power for name, power in SCALES.items() if getattr(model.config, name, None) is not None}
+        scale = math.prod(float(getattr(model.config, name)) ** power for name, power in powers.items())
+        bias = getattr(model.get_output_embeddings(), "bias", None)
+        return cls(scale, getattr(model.config, "final_logit_softcapping", None), bias)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the logits [n, V] float32 of products, which are overwritten."""
+        if self.bias is not None:
+            logits += self.bias
+        if self.scale != 1:
+            logits *= self.scale
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def first(self, n: int) -> LogitForm:
+        """Return the form of the first n token ids."""
+        return self if self.bias is None else replace(self, bias=self.bias[:n])
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Return the derivative of the logits [n, V] by the products, or None if it is 1."""
+        if self.cap is not None:
+            return (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
+        return None if self.scale == 1 else logits.new_tensor(self.scale)
+
+
+class _States:
+    """A decoder's output with nothing but its last states."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int) -> Tensor | None:
+        return None if place else self.last_hidden_state
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Compare a model's logits of three random states with those that are computed here.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    head, decoder = cast("nn.Linear", model.get_output_embeddings()), model.base_model
+    states = torch.randn(1, 3, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight.dtype)
+    forward = decoder.forward
+    try:
+        decoder.forward = lambda *_, **__: _States(states)
+        theirs = model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits[0].float()
+    finally:
+        decoder.forward = forward
+    ours = LogitForm.of(model).apply((states[0] @ head.weight.T).float())
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
+        raise ConfigurationError(
+            f"MODEL_NAME: {model.config.model_type} computes its logits in a way of its own, not from "
+            f"{', '.join(SCALES)}, final_logit_softcapping and a bias; choose a model of another family"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,9 +155,13 @@ class Lesson:
     """[U] float32, the sum of the weights of the tokens that each state predicts and this teacher teaches."""
     beta: float
     """See ``jensen_shannon`` in trainer/algorithm/teachers.py."""
+    form: LogitForm = field(default_factory=LogitForm)
+    """What the teacher makes of hidden weight^T."""
 
 
-def divergence(hidden: Tensor, weight: Tensor, lesson: Lesson, temperature: float) -> Tensor:
+def divergence(
+    hidden: Tensor, weight: Tensor, lesson: Lesson, temperature: float, form: LogitForm | None = None
+) -> Tensor:
     """Return the sum over states of their weights times the divergence from a teacher over the vocabulary.
 
     The gradient is computed in the forward pass, so that each logit is computed once. Logits of token ids that only
@@ -87,19 +172,21 @@ def divergence(hidden: Tensor, weight: Tensor, lesson: Lesson, temperature: floa
         weight: [V, D] output embedding, of the same type; with gradient.
         lesson: the teacher's states.
         temperature: temperature of both distributions.
+        form: what the policy makes of hidden weight^T, if anything.
 
     Returns:
         A scalar, float32.
     """
-    return _diverge(hidden, weight, lesson, temperature)
+    form = form or LogitForm()
+    return _diverge(hidden, weight, form.bias, lesson, temperature, form)
 
 
 @torch.no_grad()
-def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int) -> Tensor:
+def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int, form: LogitForm | None = None) -> Tensor:
     """Return the share of the policy's k most likely tokens that are among a teacher's k most likely ones, [U]."""
     n = min(len(weight), len(lesson.weight))
     size = chunk_states(n, weight.device)
-    heads = _Head(hidden, weight[:n], size), _Head(lesson.hidden, lesson.weight[:n], size)
+    heads = _heads_of(hidden, weight, lesson, n, size, form or LogitForm())
     overlaps = [lesson.state_weights.new_empty(0)]
     for rows in _chunks(hidden, size):
         ours, theirs = (head.logits(rows, 1.0).topk(k).indices for head in heads)
@@ -121,14 +208,16 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         state_ids: Tensor,
         temperature: float,
         chunk_tokens: int,
+        form: LogitForm,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalisers, entropies = (logprobs.new_empty(len(hidden)) for _ in range(2))
-        head, chunk = _Head(hidden, weight, chunk_tokens), None
+        head, chunk = _Head(hidden, weight, chunk_tokens, form), None
         measure = _fused(_measure, hidden.device)
         for rows in _chunks(hidden, chunk_tokens):
             chunk = head.logits(rows, temperature)
@@ -139,8 +228,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if not head.is_on_cpu:
             logprobs = logprobs - normalisers[state_ids]
         ctx.save_for_backward(hidden, weight, targets, state_ids, normalisers, entropies)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.last = head, chunk
+        ctx.temperature, ctx.chunk_tokens, ctx.form = temperature, chunk_tokens, form
+        # The slope of a cap is that of logits, and these are log-probabilities by now, on a CPU.
+        ctx.last = None if form.cap is not None else (head, chunk)
         ctx.set_materialize_grads(False)
         return logprobs, entropies[state_ids]
 
@@ -152,64 +242,92 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_gradient = None
         if gradients[1] is not None:
             entropy_gradient = torch.zeros_like(entropies).index_add_(0, state_ids, gradients[1])
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        bias_gradient = entropies.new_zeros(len(weight)) if needs_bias else None
         # The first backward pass uses up the last chunk; another backward pass computes all logits again.
-        head, chunk = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens), None)
+        head, chunk = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens, ctx.form), None)
         ctx.last = None
         differentiate = _fused(_differentiate, hidden.device)
         for rows in reversed(_chunks(hidden, ctx.chunk_tokens)):
             shift = None if chunk is not None and head.is_on_cpu else normalisers[rows, None]
             chunk = head.logits(rows, ctx.temperature) if chunk is None else chunk
+            slope = ctx.form.slope(chunk * ctx.temperature if ctx.form.cap is not None else chunk)
             of_entropy = None if entropy_gradient is None else (entropies[rows, None], entropy_gradient[rows, None])
             gradient = differentiate(chunk, shift, by_state[rows, None], of_entropy, head.buffer(chunk))
             places, is_here = _places(gradient, rows, targets, state_ids)
             gradient.view(-1).scatter_add_(0, places, logprob_gradient * is_here)
             if ctx.temperature != 1:
                 gradient.div_(ctx.temperature)
-            gradient = gradient.to(head.weight.dtype)
+            gradient = (gradient if slope is None else gradient.mul_(slope)).to(head.weight.dtype)
             if hidden_gradient is not None:
                 head.multiply(gradient, head.weight, hidden_gradient[rows])
             if weight_gradient is not None:
                 head.multiply(gradient.T, head.hidden[rows], weight_gradient, add=True)
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0)
             chunk = None
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient.to(weight.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, lesson: Lesson, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lesson: Lesson,
+        temperature: float,
+        form: LogitForm,
+    ) -> Tensor:
         n = min(len(weight), len(lesson.weight))
         size = chunk_states(n, weight.device)
-        head, teacher = _Head(hidden, weight[:n], size), _Head(lesson.hidden, lesson.weight[:n], size)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        head, teacher = _heads_of(hidden, weight, lesson, n, size, form)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        bias_gradient = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
         total = lesson.state_weights.new_zeros(())
         for rows in _chunks(hidden, size):
-            log_p, log_t = (x.logits(rows, temperature).log_softmax(1) for x in (head, teacher))
+            logits = head.logits(rows, temperature)
+            slope = form.slope(logits * temperature if form.cap is not None else logits)
+            log_p, log_t = logits.log_softmax(1), teacher.logits(rows, temperature).log_softmax(1)
             values, gradient = jensen_shannon(log_p, log_t, lesson.beta)
             weights = lesson.state_weights[rows]
             total += weights @ values
-            gradient = gradient.mul_(weights[:, None] / temperature).to(head.weight.dtype)
+            gradient = gradient.mul_(weights[:, None] / temperature)
+            gradient = (gradient if slope is None else gradient.mul_(slope)).to(head.weight.dtype)
             if hidden_gradient is not None:
                 head.multiply(gradient, head.weight, hidden_gradient[rows])
             if weight_gradient is not None:
                 head.multiply(gradient.T, head.hidden[rows], weight_gradient[:n], add=True)
-        ctx.gradients = [
-            None if x is None else x.to(y.dtype) for x, y in ((hidden_gradient, hidden), (weight_gradient, weight))
-        ]
+            if bias_gradient is not None:
+                bias_gradient[:n] += gradient.sum(0)
+        of_inputs = ((hidden_gradient, hidden), (weight_gradient, weight), (bias_gradient, weight))
+        ctx.gradients = [None if x is None else x.to(y.dtype) for x, y in of_inputs]
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight = (None if x is None else x * gradients[0] for x in ctx.gradients)
-        return of_hidden, of_weight, None, None
+        return *(None if x is None else x * gradients[0] for x in ctx.gradients), None, None, None
+
+
+def _heads_of(
+    hidden: Tensor, weight: Tensor, lesson: Lesson, n: int, chunk_tokens: int, form: LogitForm
+) -> tuple[_Head, _Head]:
+    """Return the policy's and the teacher's heads over the first ``n`` token ids."""
+    return (
+        _Head(hidden, weight[:n], chunk_tokens, form.first(n)),
+        _Head(lesson.hidden, lesson.weight[:n], chunk_tokens, lesson.form.first(n)),
+    )
 
 
 def _chunks(hidden: Tensor, chunk_tokens: int) -> list[slice]:
@@ -312,11 +430,12 @@ class _Head:
     On a CPU, allocating new memory for each chunk takes as much time as computing the logits.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, form: LogitForm) -> None:
         # torch's product of bfloat16 factors that returns float32 exists on GPUs only.
         dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
         self._is_bfloat16 = weight.dtype == torch.bfloat16
+        self._form = form
         shape = (min(len(hidden), chunk_tokens), len(weight))
         self._logits = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         self.is_on_cpu = hidden.device.type == "cpu"
@@ -325,7 +444,7 @@ class _Head:
     def logits(self, rows: slice, temperature: float) -> Tensor:
         """Return the logits of ``rows`` over the temperature, [n, V] float32; valid until the next call."""
         hidden = self.hidden[rows]
-        logits = self.multiply(hidden, self.weight.T, self._logits[: len(hidden)])
+        logits = self._form.apply(self.multiply(hidden, self.weight.T, self._logits[: len(hidden)]))
         return logits if temperature == 1 else logits.div_(temperature)
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
@@ -358,5 +477,5 @@ def _bfloat16_factors(are_bfloat16: bool) -> Iterator[None]:
         products.fp32_precision = before
 
 
-_diverge: Callable[[Tensor, Tensor, Lesson, float], Tensor] = _Divergence.apply
-_apply: Callable[[Tensor, Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+_diverge: Callable[[Tensor, Tensor, Tensor | None, Lesson, float, LogitForm], Tensor] = _Divergence.apply
+_apply: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply

@@ -2,7 +2,7 @@
 
 A group is shared in pieces, each a prompt with some of the group's completions. A group that is too large for a
 micro-batch is cut between branches of its prefix tree; each piece repeats the tokens that it shares with the pieces
-before.
+before. With LAYOUT=rows a piece is one completion, and a micro-batch has those of similar lengths.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.protocol.base import derive_seed
-from trainer.algorithm.attention_layout import TreeMask
+from trainer.algorithm.attention_layout import AttentionLayout, PathRows, TreeMask
 from trainer.algorithm.loss import StepSize
-from trainer.algorithm.packing import Branch, Context, MicroBatch, TrainingGroup, pack
+from trainer.algorithm.packing import Branch, Context, MicroBatch, Order, TrainingGroup, pack
 from trainer.algorithm.teachers import is_taught
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
@@ -98,12 +98,47 @@ def share_out(
         pieces += _halve(largest)
     by_rank = _balance(pieces, n_ranks)
     filled = [_fill(own, limit) for own in by_rank]
+    return _equally_many(filled)
+
+
+MOST_PADDING = 0.15
+"""Most padding in a micro-batch of rows, a share of its tokens."""
+
+
+def share_out_rows(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
+    """Share groups as ``share_out`` does, each completion a row of its own, padded to the longest of its micro-batch.
+
+    Args:
+        groups: the groups to train on.
+        n_ranks: the number of ranks.
+        max_tokens: tokens in one micro-batch, padding included, unless one completion has more.
+    """
+    pieces = [_piece(group, [branch]) for group in groups for branch in group.branches]
+    filled = []
+    for own in _balance(pieces, n_ranks):
+        batches: list[list[TrainingGroup]] = []
+        tokens = longest = 0
+        for piece in sorted(own, key=lambda piece: piece.tokens, reverse=True):
+            padded = longest * (len(batches[-1]) + 1) if batches else math.inf
+            tokens += piece.tokens
+            if padded > max_tokens or tokens < (1 - MOST_PADDING) * padded:
+                batches.append([])
+                tokens = longest = piece.tokens
+            batches[-1].append(piece)
+        filled.append(batches)
+    return _equally_many(filled)
+
+
+def _equally_many(filled: list[list[list[TrainingGroup]]]) -> list[list[list[TrainingGroup]]]:
+    """Return the ranks' micro-batches with empty ones after them, equally many on each rank."""
     most = max(len(batches) for batches in filled)
     return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
 
 
 def _shares(groups: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks) -> list[list[list[TrainingGroup]]]:
-    """Return ``share_out`` among the context groups, each of whose ranks computes ``max_tokens`` at once."""
+    """Return how the context groups share ``groups``; each of a group's ranks computes ``max_tokens`` at once."""
+    if ranks.has_rows:
+        return share_out_rows(groups, ranks.n_shares, max_tokens)
     return share_out(groups, ranks.n_shares, max_tokens * ranks.context.size, ranks.device.type)
 
 
@@ -226,21 +261,23 @@ def packed(parts: Iterable[Sequence[TrainingGroup]], ranks: Ranks) -> Iterator[M
     On a CPU each is packed when its turn comes. On CUDA a thread packs the next one while the device computes, and the
     host waits neither for the packing nor for the copy.
     """
+    trees = AttentionLayout if ranks.device.type == "cpu" else TreeMask
+    order = PathRows if ranks.has_rows else trees
     if ranks.device.type == "cpu":
-        yield from map(partial(pack, context=ranks.context), parts)
+        yield from map(partial(pack, order=order, context=ranks.context), parts)
         return
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(ranks.device,)) as thread:
         waiting = deque(parts)
-        ahead = deque([thread.submit(_pinned, waiting.popleft(), ranks.context)] if waiting else [])
+        ahead = deque([thread.submit(_pinned, waiting.popleft(), order, ranks.context)] if waiting else [])
         while ahead:
             batch = ahead.popleft().result()
             if waiting:
-                ahead.append(thread.submit(_pinned, waiting.popleft(), ranks.context))
+                ahead.append(thread.submit(_pinned, waiting.popleft(), order, ranks.context))
             yield batch.to(ranks.device)
 
 
-def _pinned(pieces: Sequence[TrainingGroup], context: Context) -> MicroBatch:
-    return pack(pieces, TreeMask, context).pinned()
+def _pinned(pieces: Sequence[TrainingGroup], order: Order, context: Context) -> MicroBatch:
+    return pack(pieces, order, context).pinned()
 
 
 def unknown_ids(group: TrainingGroup, vocabulary: int) -> NDArray[np.int64]:

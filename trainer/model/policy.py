@@ -35,6 +35,7 @@ from transformers.utils import (
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.machine import Compute, ComputeType
+from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
 from trainer.model.attention import SharedLayout
@@ -49,7 +50,7 @@ from trainer.model.loading import (
     weights_digest,
     with_adapters,
 )
-from trainer.model.logprobs import Lesson, divergence, token_logprobs, top_overlap
+from trainer.model.logprobs import Lesson, LogitForm, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Masters, NearestRounding, Rounding, UnbiasedRounding
 from trainer.model.sharding import reshard, shard
@@ -149,12 +150,13 @@ class Policy(nn.Module):
             lessons: the states of teachers, each with the weights of its tokens.
         """
         model = self.causal_lm()
-        weight = cast("nn.Linear", model.get_output_embeddings()).weight
+        weight, form = output_head(model)
         temperature = self.temperature if temperature is None else temperature
         states = predicting_states(model.base_model, batch)
-        logprobs, entropies = token_logprobs(states, weight, batch.of_own(batch.targets), batch.state_ids, temperature)
+        targets = batch.of_own(batch.targets)
+        logprobs, entropies = token_logprobs(states, weight, targets, batch.state_ids, temperature, form=form)
         values = None if self.value_head is None else of_tokens(self.value_head(states), batch)
-        compared = [divergence(states, weight, lesson, temperature) for lesson in lessons]
+        compared = [divergence(states, weight, lesson, temperature, form) for lesson in lessons]
         total = summed(torch.stack(compared).sum(0, keepdim=True), batch.context) if compared else None
         return PolicyOutputs(whole(logprobs, batch), whole(entropies, batch), values, total)
 
@@ -165,14 +167,15 @@ class Policy(nn.Module):
         states = predicting_states(model.base_model, batch)
         own = batch.of_own(token_weights)
         weights = own.new_zeros(len(states)).index_add_(0, batch.state_ids, own)
-        return Lesson(states, cast("nn.Linear", model.get_output_embeddings()).weight.detach(), weights, beta)
+        weight, form = output_head(model)
+        return Lesson(states, weight.detach(), weights, beta, form)
 
     @torch.no_grad()
     def overlap(self, batch: MicroBatch, lesson: Lesson, k: int) -> Tensor:
         """Return which share of the k most likely tokens is the teacher's, too, before each trained token, [N]."""
         model = self.causal_lm()
-        weight = cast("nn.Linear", model.get_output_embeddings()).weight
-        shares = top_overlap(predicting_states(model.base_model, batch), weight, lesson, k)
+        weight, form = output_head(model)
+        shares = top_overlap(predicting_states(model.base_model, batch), weight, lesson, k, form)
         return of_tokens(shares, batch)
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -283,8 +286,17 @@ def freeze(policy: Policy, chosen: Compute, file_type: torch.dtype | None, *, tr
             parameter.data = parameter.data.to(compute_type)
 
 
+def output_head(model: PreTrainedModel) -> tuple[Tensor, LogitForm]:
+    """Return a model's output embedding [V, D], and what it makes of its products with states."""
+    return cast("nn.Linear", model.get_output_embeddings()).weight, LogitForm.of(model)
+
+
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the hidden states [U, D], in the compute type, from which a micro-batch's tokens are predicted."""
+    if isinstance(batch.layout, PathRows):
+        rows = {"input_ids": batch.input_ids[batch.layout.paths], "attention_mask": batch.layout.mask()}
+        states = decoder(**rows, use_cache=False).last_hidden_state.flatten(0, 1)
+        return cast("Tensor", states.index_select(0, batch.layout.places[batch.predict_rows]))
     layout: Any = batch.layout.prepared()
     if batch.context.size > 1:
         layout = SharedLayout(layout, batch.context.group)

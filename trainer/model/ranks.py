@@ -31,6 +31,7 @@ from services.core.endpoints import mapped_addresses
 from services.core.errors import EXIT_PEER_LOST, ComponentError, ConfigurationError
 from services.core.logs import get_logger
 from trainer.algorithm.packing import ALONE, Context
+from trainer.config import Layout
 
 log = get_logger(__name__)
 
@@ -153,6 +154,8 @@ class Ranks:
     """A client of the store where the ranks met, for this object alone: a wait occupies it."""
     context: Context = ALONE
     """This rank's place among the ranks that compute its micro-batches together."""
+    has_rows: bool = False
+    """Micro-batches are rows of paths, which a model's own forward pass reads, and no trees."""
     _calls: Iterator[int] = field(default_factory=count)
 
     @property
@@ -166,6 +169,10 @@ class Ranks:
             return self
         shape, names = (replicas, self.world_size // replicas), ("replicate", "shard")
         return replace(self, mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names))
+
+    def laid_out(self, layout: Layout) -> Ranks:
+        """Return these ranks for micro-batches of a layout."""
+        return replace(self, has_rows=True) if layout is Layout.ROWS else self
 
     def in_contexts(self, size: int) -> Ranks:
         """Return these ranks in context groups of ``size`` neighbours. The mesh that shards the state stays."""

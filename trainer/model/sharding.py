@@ -32,8 +32,8 @@ from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import TrainerSettings
 from trainer.config.sections import SELECTIVE_BUDGET
-from trainer.model.attention import FAMILIES, GRAPHS, choose_kernel
-from trainer.model.loading import ValueHead
+from trainer.model.attention import GRAPHS, choose_kernel
+from trainer.model.loading import ValueHead, decoder_layers
 from trainer.model.ranks import Ranks
 
 
@@ -168,29 +168,20 @@ def shard(
     Raises:
         ConfigurationError: the decoder has no list of layers, or no kernel on a GPU computes it.
     """
-    layers = _decoder_layers(decoder)
-    if ranks.device.type == "cuda":
+    layers = decoder_layers(decoder)
+    if ranks.device.type == "cuda" and not ranks.has_rows:
         _check_kernels(decoder.config, chosen, settings)
         decoder.set_experts_implementation(GATHERED_EXPERTS)
         compile_layers(layers, settings)
     if has_checkpointing:
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
-        layers = _decoder_layers(decoder)
+        wrapped = dict.fromkeys(layers)
+        layers = [part for part in module.modules() if getattr(part, "_checkpoint_wrapped_module", None) in wrapped]
     # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
     state = module.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
     _fully_shard(module, layers, settings, ranks, chosen)
     if ranks.world_size > 1:
         _receive(module, state, ranks, has_offload=settings.cpu_offload is True)
-
-
-def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
-    layers = getattr(decoder, "layers", None)
-    if layers is None:
-        raise ConfigurationError(
-            f"MODEL_NAME: {decoder.config.model_type} has no list of decoder layers named `layers`; "
-            f"choose a model of another family ({FAMILIES})"
-        )
-    return list(layers)
 
 
 NARROWEST_HEAD = 16

@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 from torch.nn.attention import flex_attention
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from services.core.errors import ConfigurationError
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
 from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 from trainer.algorithm.packing import pack
 from trainer.model import policy as policies
-from trainer.model.attention import TREE_ATTENTION, check_config, check_model, tree_attention
+from trainer.model.attention import TREE_ATTENTION, tree_attention
 from trainer.model.logprobs import token_logprobs
 from trainer.model.policy import Policy
 
@@ -89,32 +89,6 @@ def test_the_attention_of_cuda_computes_what_that_of_a_cpu_does(
     torch.testing.assert_close(*gradients, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options", "reason"),
-    [
-        ("mistral", {"sliding_window": 8}, "sliding_attention"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
-        ("gemma2", {}, "sliding_attention"),
-        ("gemma2", {"layer_types": ["full_attention"] * 2}, "attn_logit_softcapping"),
-        ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ("cohere", {}, "logit_scale"),
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "s_aux"),
-        ("phi", {}, "bias"),
-        ("mamba", {}, "linear_attention"),
-        ("bloom", {}, "computes attention in code"),
-    ],
-)
-def test_a_model_that_would_be_computed_wrongly_is_refused(
-    model_type: str, options: dict[str, Any], reason: str
-) -> None:
-    config: PretrainedConfig = AutoConfig.for_model(model_type, **SHAPE, **options)
-    with pytest.raises(ConfigurationError, match=reason) as refusal:
-        load_as_the_trainer_does(config)
-    assert "MODEL_NAME" in str(refusal.value)
-    assert "Qwen2" in str(refusal.value)
-
-
 def test_mistral_without_a_window_is_computed_right(tmp_path: Path) -> None:
     save_model(tmp_path, transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None))
     (group,) = random_groups(7, n_groups=1)
@@ -127,10 +101,3 @@ def test_attention_dropout_is_refused() -> None:
     states = torch.zeros(1, 2, len(batch.input_ids), 4)
     with pytest.raises(ConfigurationError, match="dropout"):
         tree_attention(torch.nn.Identity(), states, states, states, None, dropout=0.1, layout=batch.layout)
-
-
-def load_as_the_trainer_does(config: PretrainedConfig) -> None:
-    check_config(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=TREE_ATTENTION)
-    check_model(model)
-    Policy(model, 1.0)(pack(random_groups(0, n_groups=1)))
