@@ -18,7 +18,9 @@ from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
+from trainer.capacity.seconds import StepSeconds
 from trainer.capacity.shape import find_model
+from trainer.config import Mode, TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "examples/gpu.env"
@@ -30,6 +32,10 @@ TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """The name of an image with its tag; the colon of a registry's port is before a slash."""
 OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
 """Settings of engines without CUDA or without GPUs of their own."""
+ASYNCHRONOUS = {"MODE": "async", "MAX_STALENESS": "1"}
+"""The preset of a job group whose forecast it shortens; with it new weights reach engines in place."""
+OF_MODES = {"MODE", "TRAIN_WHILE_GENERATING"}
+"""Settings with which a launch leaves the mode as it is."""
 
 Changes = dict[tuple[str, str], str]
 """Values to write into a job group, by task and key."""
@@ -97,7 +103,13 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     rollout: RolloutSettings = found["RolloutSettings"]
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
-    sizes = derive(found["TrainerSettings"], rollout, model, _tiers(before, request), is_balanced=is_free)
+    trainer: TrainerSettings = found["TrainerSettings"]
+    sizes = derive(trainer, rollout, model, _tiers(before, request), is_balanced=is_free)
+    is_open = not (request.stock or (OF_MODES | OTHER_ENGINES).intersection(options))
+    if is_open and _gains_from_overlap(trainer, sizes.seconds):
+        preset |= ASYNCHRONOUS
+        group = spec.load(file, spec.Overrides(preset | given, secrets))
+        loaded = _loaded(group, {**preset, **given, **secrets})
     counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in sizes.tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
@@ -115,8 +127,26 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [sizes.reason])],
+        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [sizes.reason, _forecast(sizes.seconds, preset)])],
     )
+
+
+def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) -> bool:
+    """Return whether a synchronous run would learn faster asynchronously, by the forecast of its steps."""
+    is_faster = seconds is not None and seconds.asynchronous < seconds.synchronous
+    return is_faster and settings.mode is Mode.SYNC and not settings.dynamic_sampling_tries
+
+
+def _forecast(seconds: StepSeconds | None, preset: Mapping[str, str]) -> str:
+    """Return the forecasts of a step in both modes as text, and the option that undoes the preset; "" without any."""
+    if seconds is None:
+        return ""
+    text = (
+        f"a step, by forecast: {seconds.synchronous:.1f} s synchronous (generating {seconds.generate:.1f}, training "
+        f"{seconds.train:.1f}, publishing {seconds.publish:.1f}), {seconds.asynchronous:.1f} s asynchronous with "
+        "MAX_STALENESS=1"
+    )
+    return text + ("; --env MODE=sync trains synchronously" if ASYNCHRONOUS.items() <= preset.items() else "")
 
 
 def _name(model: str, group: str, tiers: Mapping[str, Tier]) -> str:

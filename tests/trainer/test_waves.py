@@ -186,7 +186,7 @@ def test_waves_are_trained_on_while_a_slow_engine_generates(is_in_order: bool) -
 
     batch = Batch(Objective(settings))
     batch.waves = Waves(batch, 1, add, is_in_order=is_in_order)
-    prompts = [Prompt.model_construct(source="", position=n) for n in range(4)]
+    prompts = [Prompt(id=str(n), prompt="1+1=", ground_truth="2", position=n) for n in range(4)]
     with ServiceThread() as thread:
         calls = cast(Any, ServiceCalls.__new__(ServiceCalls))
         calls.thread, calls.makers, calls.activity = thread, {"": Slow(begun)}, Activity()

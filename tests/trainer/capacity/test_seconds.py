@@ -11,6 +11,7 @@ from trainer.capacity.need import cached_tokens
 from trainer.capacity.seconds import (
     MEAN_PROMPT_TOKENS,
     Batch,
+    StepSeconds,
     generate_seconds,
     graph_sequences,
     publish_seconds,
@@ -71,3 +72,11 @@ def test_an_engine_beyond_its_graphs_decodes_at_the_speed_of_launches() -> None:
     covered = generate_seconds(SMALL, replace(BATCH, prompts=2), CARDS["L40S"], 1, 1)
     beyond = generate_seconds(SMALL, replace(BATCH, prompts=3), CARDS["L40S"], 1, 1)
     assert beyond - covered > 500 * 24 * 4e-4 / 4, "500 iterations of 24 layers"
+
+
+def test_an_asynchronous_step_takes_the_longer_part_and_a_little_for_its_age() -> None:
+    seconds = StepSeconds(generate=20.0, train=10.0, publish=2.0)
+    assert (seconds.synchronous, seconds.busy) == (32.0, 0.6)
+    assert 20.0 < seconds.asynchronous < 20.5
+    alone = StepSeconds(generate=20.0, train=0.05, publish=0.05)
+    assert alone.asynchronous > alone.synchronous, "there is nothing to hide"
