@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +25,7 @@ from tests.sequences import changed
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays
 from tests.trainer.runs import STEPS, Outside, Run, group, train
+from tests.trainer.tiny import FAMILIES, save_model
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -257,3 +261,66 @@ def test_a_step_of_waves_needs_engines_elsewhere_or_a_demand(monkeypatch: pytest
 def test_a_wave_is_about_a_micro_batch_of_each_rank(ranks: int, batch: int, expected: int) -> None:
     settings = TrainerSettings.load(batch_size=batch, group_size=16, max_new_tokens=1024, micro_batch_tokens=16_384)
     assert wave_size(settings, ranks) == expected
+
+
+LONG = 64
+"""Tokens of a completion of the groups of SlowEngine."""
+
+
+class SlowEngine(Outside):
+    """Makes eight groups of eight completions with an engine elsewhere, which has one more each ``seconds`` / 8."""
+
+    last_generated = 0.0
+
+    def __init__(self, thread: ServiceThread, seconds: float) -> None:
+        super().__init__("", prompts=STEPS)
+        self.seconds = seconds
+        self.calls = cast(Any, ServiceCalls.__new__(ServiceCalls))
+        self.calls.thread, self.calls.makers, self.calls.activity = thread, {"": self}, Activity()
+
+    def generate_and_score(self, _prompts: Any, batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
+        self.steps += 1
+        prompts = [Prompt(id=str(n), prompt="1+1=", ground_truth="2", position=n) for n in range(PROMPTS)]
+        return ServiceCalls.generate_and_score(self.calls, prompts, batch, meanwhile)
+
+    async def make_group(self, prompt: Prompt) -> Group:
+        await asyncio.sleep(self.seconds * (prompt.position + 1) / PROMPTS)
+        self.last_generated = time.perf_counter()
+        whole = group(f"g{self.steps}-{prompt.position}", self.steps - 1)
+        draw = Random(PROMPTS * self.steps + prompt.position)
+        sequences = [
+            changed(
+                whole.sequences[number % 2],
+                completion_ids=draw.choices(range(5, 15), k=LONG),
+                logprobs=[-2.0] * LONG,
+                policy_versions=[self.steps - 1] * LONG,
+            )
+            for number in range(8)
+        ]
+        return whole.model_copy(update={"sequences": sequences})
+
+    def judge(self, _groups: Sequence[Group]) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_with_a_slow_engine_a_step_trains_its_last_wave_after_generating(alone: Ranks, tmp_path: Path) -> None:
+    """`pytest -m slow -s -k slow_engine` prints the seconds of a step."""
+    config = FAMILIES["qwen2"]
+    larger = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    model = save_model(tmp_path / "model", type(config)(**{**config.to_dict(), **larger, "layer_types": None}))
+    rare = {"checkpoint_every": 0, "record_groups": "off"}
+    with ServiceThread() as thread:
+        first = train(alone, model, tmp_path / "first", SlowEngine(thread, 0.0), **OFF | rare)
+        seconds = median(line["seconds_train"] for line in first.metrics)  # as long as the engine takes from now on
+        whole = train(alone, model, tmp_path / "whole", SlowEngine(thread, seconds), **OFF | rare)
+        waves = train(alone, model, tmp_path / "waves", SlowEngine(thread, seconds), **ON | rare)
+    for name, run in (("a whole batch", whole), ("groups as they arrive", waves)):
+        columns = ("seconds_step", "seconds_generate", "seconds_train", "overlap_seconds")
+        medians = {column: median(line.get(column, 0.0) for line in run.metrics) for column in columns}
+        print(name, {column: round(value, 2) for column, value in medians.items()})
+    assert compare(whole, waves) < 1e-4
+    for line in waves.metrics:
+        assert line["overlap_seconds"] > 0 < line["seconds_train"]
+        of_phases = sum(value for name, value in line.items() if name.startswith("seconds_") and name != "seconds_step")
+        assert of_phases == pytest.approx(line["seconds_step"])
