@@ -143,7 +143,7 @@ class TrainingLoop:
         self.enter("train", f"training step {state.step + 1}")
         self.measure_entropy(batch)
         position = self.position
-        update = self.update(batch, groups)  # 7. update
+        update = self.update(groups, batch.waves)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version = state.step + 1, state.policy_version + 1
         state.cursors = dict(services.cursors)
@@ -153,6 +153,7 @@ class TrainingLoop:
         made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         is_sampled = settings.method is Method.RL
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version, is_sampled=is_sampled)
+        metrics |= {} if batch.waves is None else {"overlap_seconds": batch.waves.overlap_seconds}
         metrics |= teacher_metrics(batch.groups, settings.teachers)
         with self.recording(batch, groups, position, metrics):
             self.enter("store", "acknowledging the groups")
@@ -267,17 +268,16 @@ class TrainingLoop:
         # Groups that were left out use up data, so that the last step comes before ``total_steps``.
         return max(self.state.step, self.state.prompts_used * self.total_steps / self.total_prompts)
 
-    def update(self, batch: Batch, groups: Sequence[TrainingGroup]) -> UpdateResult:
-        """Update the policy on ``groups`` by the loss that the settings choose, or on what its waves have left of them.
+    def update(self, groups: Sequence[TrainingGroup], waves: Waves | None = None) -> UpdateResult:
+        """Update the policy on ``groups`` by the loss that the settings choose, or on those that ``waves`` has left.
 
         Raises:
             TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
-        if batch.waves is None:
+        if waves is None:
             result = self.on_all_ranks(self.rank_calls.update)(groups, self.state.step, self.position)
         else:
-            batch.waves.finish(groups)
-            batch.counts["overlap_seconds"] = batch.waves.overlap_seconds
+            waves.finish(groups)
             result = self.on_all_ranks(self.rank_calls.finish_waves)(self.state.step, self.position)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)

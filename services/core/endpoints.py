@@ -233,8 +233,9 @@ def mapped_addresses() -> dict[str, str]:
 
 def tiers_are_apart() -> bool:
     """Return whether engines and trainer have GPUs or nodes of their own, as tasks of a job group have on a cluster."""
-    if mapped_addresses():
-        return os.environ.get(APART_VARIABLE) == "true"
+    told = os.environ.get(APART_VARIABLE)
+    if told is not None or mapped_addresses():
+        return told == "true"
     return bool(os.environ.get("SKYPILOT_JOBGROUP_NAME"))
 
 
