@@ -96,8 +96,7 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     model = find_model(request.model or options.get("MODEL_NAME") or written)
     preset: dict[str, str] = {} if request.stock else _preset(options, file)
     given = {**options, "MODEL_NAME": model.name, **chosen}
-    group = spec.load(file, spec.Overrides(preset | given, secrets))
-    loaded = _loaded(group, {**preset, **given, **secrets})
+    group, loaded = _loaded(file, preset | given, secrets)
     is_free = not (request.stock or request.rollout_nodes or OTHER_ENGINES.intersection(options))
     found = checks.settings_by_class(loaded)
     rollout: RolloutSettings = found["RolloutSettings"]
@@ -108,17 +107,14 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     is_open = not (request.stock or (OF_MODES | OTHER_ENGINES).intersection(options))
     if is_open and _gains_from_overlap(trainer, sizes.seconds):
         preset |= ASYNCHRONOUS
-        group = spec.load(file, spec.Overrides(preset | given, secrets))
-        loaded = _loaded(group, {**preset, **given, **secrets})
+        group, loaded = _loaded(file, preset | given, secrets)
     counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in sizes.tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
-    for task, tier in sizes.tiers.items():
-        of_options[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
     by_source: dict[str, Changes] = {
         "derived": sizes.resources | _variables(group, sizes.settings),
         "preset": counts | _variables(group, preset),
-        "given": of_options | _variables(group, given),
+        "given": of_options | _accelerators(sizes.tiers) | _variables(group, given),
     }
     changes = {key: value for part in by_source.values() for key, value in part.items()}
     return Plan(
@@ -147,6 +143,11 @@ def _forecast(seconds: StepSeconds | None, preset: Mapping[str, str]) -> str:
         "MAX_STALENESS=1"
     )
     return text + ("; --env MODE=sync trains synchronously" if ASYNCHRONOUS.items() <= preset.items() else "")
+
+
+def _accelerators(tiers: Mapping[str, Tier]) -> Changes:
+    """Return the GPUs of each tier as values to write."""
+    return {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
 
 
 def _name(model: str, group: str, tiers: Mapping[str, Tier]) -> str:
@@ -231,14 +232,17 @@ def _tiers(text: str, request: Request) -> dict[str, Tier]:
     return tiers
 
 
-def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loaded]:
-    """Load the settings of all tasks as the nodes of a cluster will, and check each alone and all together.
+def _loaded(
+    file: Path, settings: Mapping[str, str], secrets: Mapping[str, str]
+) -> tuple[spec.JobGroup, list[checks.Loaded]]:
+    """Load a job group and the settings of all tasks as the nodes of a cluster will, and check them.
 
     Raises:
         ConfigurationError: a name is unknown, the settings do not go together or not with the job group's services, or
             a file that they name from here cannot have rows.
     """
-    checks.check_names(group, given, {})
+    group = spec.load(file, spec.Overrides(settings, secrets))
+    checks.check_names(group, {**settings, **secrets}, {})
     with nodes.allocate(group) as addresses:
         run = LocalRun(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
         loaded = checks.load_all(run)
@@ -246,7 +250,7 @@ def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loade
         if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
             check_file(variable, Path(path))
     checks.check_together(loaded, group)
-    return loaded
+    return group, loaded
 
 
 def _named_paths(loaded: Sequence[checks.Loaded]) -> dict[str, str]:
