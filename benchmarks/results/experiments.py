@@ -119,6 +119,11 @@ def ways(checkpoint_every: int, killed_after: int) -> dict[str, Way]:
 
 TINY_WAYS = ways(8, 20) | {f"asynchronous, staleness {bound}": asynchronous(bound) for bound in (2, 4)}
 TINY_WAYS |= {"four ranks": Way(nodes={"ppo-trainer": 4})}
+WAVES = {"TRAIN_WHILE_GENERATING": "true"}
+TINY_WAYS |= {
+    "training while groups arrive": Way(WAVES),
+    "the same, killed and resumed": Way(WAVES | {"CHECKPOINT_EVERY": "8"}, killed_after=20),
+}
 LAUNCHED = {name: TINY_WAYS[name] for name in ("synchronous", "asynchronous, staleness 1")}
 """The two modes between which ``grpo launch`` chooses."""
 DEMO_WAYS = ways(2, 5) | {"LoRA": Way({"LORA_RANK": "8", "LEARNING_RATE": "2e-4"})}
