@@ -20,7 +20,7 @@ from pathlib import Path
 
 from local_runner.processes import MARK
 from local_runner.spec import JobGroup, TaskSpec
-from services.core.endpoints import ENDPOINTS_VARIABLE, ENGINE_PORT, PORTS, Task
+from services.core.endpoints import APART_VARIABLE, ENDPOINTS_VARIABLE, ENGINE_PORT, PORTS, Task
 from services.core.errors import ConfigurationError
 from services.core.machine import (
     CORES_VARIABLE,
@@ -200,9 +200,20 @@ def node_environment(run: LocalRun, task: TaskSpec, rank: int) -> dict[str, str]
         CORES_VARIABLE: threads or str(max(1, cores() // task.num_nodes)),
         "SKYPILOT_TASK_ID": f"local-{run.run_id}-{run.mark}_{run.group.name}_{task.name}",
         ENDPOINTS_VARIABLE: run.addresses.variable,
+        APART_VARIABLE: str(tiers_have_own_gpus(run)).lower(),
         MARK: run.node_mark(task, rank),
     }
     return defaults | inherited | share | variables | fixed
+
+
+def tiers_have_own_gpus(run: LocalRun) -> bool:
+    """Return whether engines and trainer have different GPUs on this machine."""
+    gpus: dict[str, set[str]] = {Task.ROLLOUT_SERVER: set(), Task.TRAINER: set()}
+    for task in run.group.tasks:
+        for rank in range(task.num_nodes) if task.name in gpus else ():
+            gpus[task.name].update(gpus_of(run, task, rank))
+    engines, trainer = gpus.values()
+    return bool(engines and trainer) and engines.isdisjoint(trainer)
 
 
 def check_mounts(group: JobGroup) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from local_runner.checks import Loaded, ask, by_class, settings_by_class
-from local_runner.nodes import LocalRun, gpus_of
+from local_runner.nodes import LocalRun, gpus_of, tiers_have_own_gpus
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
@@ -161,6 +161,7 @@ class Plan:
             steps = all_steps or "as the rows give"
             answers = "" if trainer.sources else f" with {_answers(trainer)}"
             yield "steps", f"{steps}, each of {trainer.batch_size} prompts{answers}"
+            yield "a step trains", self._when_trained()
         yield "not by default", ", ".join(dict.fromkeys(self._changed())) or "nothing"
         if self._needs:
             need, has = self._needs["need"], self._needs["has"]
@@ -169,6 +170,17 @@ class Plan:
             parts = ", ".join(f"{part} {decimal(size)}" for part, size in need["volume"].items())
             yield "disk", f"{decimal(sum(need['volume'].values()))} ({parts}); there is {decimal(has['volume'])}"
         yield "nodes", ", ".join(self._nodes())
+
+    def _when_trained(self) -> str:
+        """Return when the trainer trains on a batch, and if it waits for all of it, why."""
+        trainer, are_apart = self._trainer, tiers_have_own_gpus(self._run)
+        assert trainer is not None
+        if trainer.mode.value == "async":
+            return "on the groups of collectors, which generate meanwhile"
+        if trainer.trains_while_generating(are_tiers_apart=are_apart):
+            return "on its first groups while the others are generated"
+        by_place = "TRAIN_WHILE_GENERATING=false" if are_apart else "engines share processors or GPUs with the trainer"
+        return f"once its batch is whole ({trainer.whole_batch_reason or by_place})"
 
     def _rows_of(self, source: str) -> dict[str, Any]:
         """Return the numbers of a source's rows; empty where nothing has read them."""

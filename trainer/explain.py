@@ -21,10 +21,11 @@ from trainer.algorithm.policy_losses import CAPS
 from trainer.algorithm.training_groups import PerToken
 from trainer.checkpoints.state import Computation
 from trainer.model.learner import Learner
-from trainer.model.micro_batching import part_order, unknown_ids
+from trainer.model.micro_batching import in_waves, part_order, unknown_ids
 from trainer.model.ranks import Ranks
 from trainer.rank_calls import computation
 from trainer.recompute import Difference, Recomputation, Taken, checkpoints
+from trainer.reporting.group_records import StepHead
 from trainer.reporting.run_files import SampleRecords
 
 RATIOS, CONTEXT = 12, 24
@@ -210,7 +211,7 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
     learner.loss = watched = WatchedLoss(loss)  # type: ignore[assignment]
     taken = run.take(head, groups)
     learner.loss = loss
-    silences, after = _silences(learner, groups, watched, step), learner.logprobs(groups)
+    silences, after = _silences(learner, groups, watched, head), learner.logprobs(groups)
     compared.took(taken)
     compared.ends(run)
     decode: Decode = learner.policy.description.decode if learner.policy.description else lambda _ids: ""
@@ -284,12 +285,15 @@ def _dot(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> flo
 
 
 def _silences(
-    learner: Learner, groups: Sequence[TrainingGroup], watched: WatchedLoss, step: int
+    learner: Learner, groups: Sequence[TrainingGroup], watched: WatchedLoss, head: StepHead
 ) -> list[list[Silence]]:
     """Return what the loss did to the tokens of each completion, by group, over all ranks."""
     known = [group for group in groups if not len(unknown_ids(group, learner.policy.config.vocab_size))]
     parts = [learner.part(share) for share in learner.shares(known)]
-    batches = [pieces for i in part_order(learner.settings, step - 1) for pieces in parts[i].micro_batches]
+    parts = [parts[i] for i in part_order(learner.settings, head.step - 1)]
+    if head.waves:
+        parts = [learner.wave_part(wave)[0] for wave in in_waves(groups, head.waves)]
+    batches = [pieces for part in parts for pieces in part.micro_batches]
     places = {id(s): (g, n) for g, group in enumerate(groups) for n, s in enumerate(group.sequences)}
     found: list[list[Silence]] = [[Counter() for _ in group.sequences] for group in groups]
     mine = [

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from services.core.endpoints import tiers_are_apart
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
@@ -34,6 +35,7 @@ from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
 from trainer.rollouts.batch import Batch, within_kl
 from trainer.rollouts.service_calls import ServiceCalls
+from trainer.waves import Waves, wave_size
 
 log = get_logger(__name__)
 
@@ -81,6 +83,9 @@ class TrainingLoop:
         self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, store, save, on_all_ranks)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services.ask_engines)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
+        self.has_waves = self.settings.trains_while_generating(are_tiers_apart=tiers_are_apart())
+        self.wave_size = wave_size(self.settings, rank_calls.ranks.n_shares)
+        self.add_wave = on_all_ranks(rank_calls.add_wave)
 
     def run(self) -> None:
         """Train to the end.
@@ -125,6 +130,9 @@ class TrainingLoop:
         settings, services, state = self.settings, self.services, self.state
         self.profile.begin(state.step + 1)
         batch = Batch(self.objective, self.quotas)
+        if self.has_waves:
+            is_in_order = self.rank_calls.ranks.device.type == "cpu"
+            batch.waves = Waves(batch, self.wave_size, self.add_wave, is_in_order=is_in_order)
         self.get_groups(batch)  # 1. to 4.
         if not batch.groups:
             return False
@@ -137,7 +145,7 @@ class TrainingLoop:
         self.enter("train", f"training step {state.step + 1}")
         self.measure_entropy(batch)
         position = self.position
-        update = self.update(groups)  # 7. update
+        update = self.update(groups, batch.waves)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version = state.step + 1, state.policy_version + 1
         state.cursors = dict(services.cursors)
@@ -147,6 +155,7 @@ class TrainingLoop:
         made = batch.scored if settings.dynamic_sampling_tries or len(batch.scored) > len(batch.groups) else ()
         is_sampled = settings.method is Method.RL
         metrics = batch.counts | step_metrics(batch.groups, made, update, state.policy_version, is_sampled=is_sampled)
+        metrics |= {} if batch.waves is None else {"overlap_seconds": batch.waves.overlap_seconds}
         metrics |= teacher_metrics(batch.groups, settings.teachers)
         with self.recording(batch, groups, position, metrics):
             self.enter("store", "acknowledging the groups")
@@ -190,6 +199,7 @@ class TrainingLoop:
             # 2. generate, 3. score
             batch.add(self.services.generate_and_score(prompts, batch, self.publisher.keep_on_volume))
             self.status.clock.move(batch.seconds_scoring, "score")
+            self.status.clock.move(batch.seconds_training, "train")
 
     def training_groups(self, batch: Batch) -> list[TrainingGroup]:
         """Return the groups to train on, fresh and replayed, with their advantages.
@@ -263,13 +273,17 @@ class TrainingLoop:
         # Groups that were left out use up data, so that the last step comes before ``total_steps``.
         return max(self.state.step, self.state.prompts_used * self.total_steps / self.total_prompts)
 
-    def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
-        """Update the policy on ``groups`` by the loss that the settings choose.
+    def update(self, groups: Sequence[TrainingGroup], waves: Waves | None = None) -> UpdateResult:
+        """Update the policy on ``groups`` by the loss that the settings choose, or on those that ``waves`` has left.
 
         Raises:
             TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
-        result = self.on_all_ranks(self.rank_calls.update)(groups, self.state.step, self.position)
+        if waves is None:
+            result = self.on_all_ranks(self.rank_calls.update)(groups, self.state.step, self.position)
+        else:
+            waves.finish(groups)
+            result = self.on_all_ranks(self.rank_calls.finish_waves)(self.state.step, self.position)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0
@@ -375,6 +389,7 @@ class TrainingLoop:
             total_steps=self.total_steps,
             tokenizer=self.state.fingerprint.tokenizer,
             computation=self.computation,
+            waves=[] if batch.waves is None else batch.waves.sizes(groups),
         )
         metrics |= {"groups_unrecorded": float(unrecorded)} if unrecorded else {}
         with writing(self.settings.run_dir):

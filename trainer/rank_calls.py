@@ -29,6 +29,7 @@ from trainer.checkpoints.state import Computation, RunState
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
+from trainer.model.micro_batching import in_waves
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks, error_of
@@ -116,8 +117,16 @@ def update_models(
     step: int,
     position: float,
     should_stop: Callable[[], bool] | None = None,
+    waves: Sequence[int] = (),
 ) -> UpdateResult:
-    """Take the optimizer steps of policy and critic on ``groups``; see RankCalls.update. A collective of all ranks."""
+    """Take the optimizer steps of policy and critic on ``groups``; see RankCalls.update. A collective of all ranks.
+
+    ``waves`` are the numbers of groups that the step trained on one after the other, in the order of ``groups``.
+    """
+    if waves:
+        for wave in in_waves(groups, waves):
+            learner.add_wave(wave, should_stop)
+        return learner.finish_waves(step, position=position)
     result = UpdateResult()
     if critic is None or step >= learner.settings.critic_warmup_steps:
         result = learner.update(groups, step, position=position, should_stop=should_stop)
@@ -210,7 +219,18 @@ class RankCalls:
 
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
-        result = update_models(self.learner, self.critic, groups, step, position, self.should_stop)
+        return self._kept(update_models(self.learner, self.critic, groups, step, position, self.should_stop))
+
+    def add_wave(self, groups: Sequence[TrainingGroup]) -> None:
+        """Add the gradients of a wave, unless asked to stop; see Learner.add_wave."""
+        self.learner.add_wave(groups, self.should_stop)
+
+    def finish_waves(self, step: int, position: float) -> UpdateResult:
+        """Take the optimizer step on all waves; see Learner.finish_waves."""
+        return self._kept(self.learner.finish_waves(step, position=position))
+
+    def _kept(self, result: UpdateResult) -> UpdateResult:
+        """Return the result of an update; write the kernels of the first one."""
         if self.kernels is not None and self.ranks.is_main and result.tokens:
             self.kernels.keep()
             self.kernels = None

@@ -131,7 +131,7 @@ class Recomputation:
     def take(self, head: StepHead, groups: list[TrainingGroup]) -> Taken:
         """Take the next step, with what ``groups`` returned for it."""
         self.learner.total_steps = head.total_steps
-        result = update_models(self.learner, self.critic, groups, self.step, head.position)
+        result = update_models(self.learner, self.critic, groups, self.step, head.position, waves=head.waves)
         self.step = head.step
         recorded = recorded_metrics(self.run_dir, head.step)
         both = [name for name in result.metrics if name in recorded]

@@ -115,6 +115,13 @@ def ways(checkpoint_every: int, killed_after: int) -> dict[str, Way]:
 
 TINY_WAYS = ways(8, 20) | {f"asynchronous, staleness {bound}": asynchronous(bound) for bound in (2, 4)}
 TINY_WAYS |= {"four ranks": Way(nodes={"ppo-trainer": 4})}
+WAVES = {"TRAIN_WHILE_GENERATING": "true"}
+TINY_WAYS |= {
+    "training while groups arrive": Way(WAVES),
+    "the same, killed and resumed": Way(WAVES | {"CHECKPOINT_EVERY": "8"}, killed_after=20),
+}
+LAUNCHED = {name: TINY_WAYS[name] for name in ("synchronous", "asynchronous, staleness 1")}
+"""The two modes between which ``grpo launch`` chooses."""
 DEMO_WAYS = ways(2, 5) | {"LoRA": Way({"LORA_RANK": "8", "LEARNING_RATE": "2e-4"})}
 
 AROUND_SAMPLER = {"IMPORTANCE_CORRECTION": "none"}
@@ -267,7 +274,7 @@ TRANSPORTS = {
 # --- the table --------------------------------------------------------------------------------------------------------
 
 EXPERIMENTS: Mapping[str, list[Run]] = {
-    "equal_ways": runs("tiny", TINY, range(5), TINY_WAYS),
+    "equal_ways": [*runs("tiny", TINY, range(5), TINY_WAYS), *runs("tiny", TINY, range(5, 10), LAUNCHED)],
     "equal_ways_demo": runs("demo", DEMO, range(3), DEMO_WAYS),
     "staleness": [run for rate in RISING for run in runs(f"learning rate {rate}", at(rate), range(5), STALE)],
     "replay": [

@@ -18,7 +18,9 @@ from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
+from trainer.capacity.seconds import StepSeconds
 from trainer.capacity.shape import find_model
+from trainer.config import Mode, TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "examples/gpu.env"
@@ -32,6 +34,10 @@ OTHER_ENGINES = {"ROLLOUT_ENGINE", "CUDA_VISIBLE_DEVICES", "ENGINE_SLEEPS"}
 """Settings of engines without CUDA or without GPUs of their own."""
 OTHER_TERMS = {"KL_COEF", "ENTROPY_COEF", "CRITIC", "TEACHER_MODEL", "TEACHER_URL", "METHOD", "SOURCES"}
 """Settings with which groups of equal rewards may teach something, too."""
+ASYNCHRONOUS = {"MODE": "async", "MAX_STALENESS": "1"}
+"""The preset of a job group whose forecast it shortens; with it new weights reach engines in place."""
+OF_MODES = {"MODE", "TRAIN_WHILE_GENERATING"}
+"""Settings with which a launch leaves the mode as it is."""
 
 Changes = dict[tuple[str, str], str]
 """Values to write into a job group, by task and key."""
@@ -92,23 +98,25 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     model = find_model(request.model or options.get("MODEL_NAME") or written)
     preset: dict[str, str] = {} if request.stock else _preset(options, file)
     given = {**options, "MODEL_NAME": model.name, **chosen}
-    group = spec.load(file, spec.Overrides(preset | given, secrets))
-    loaded = _loaded(group, {**preset, **given, **secrets})
+    group, loaded = _loaded(file, preset | given, secrets)
     is_free = not (request.stock or request.rollout_nodes or OTHER_ENGINES.intersection(options))
     found = checks.settings_by_class(loaded)
     rollout: RolloutSettings = found["RolloutSettings"]
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
-    sizes = derive(found["TrainerSettings"], rollout, model, _tiers(before, request), is_balanced=is_free)
+    trainer: TrainerSettings = found["TrainerSettings"]
+    sizes = derive(trainer, rollout, model, _tiers(before, request), is_balanced=is_free)
+    is_open = not (request.stock or (OF_MODES | OTHER_ENGINES).intersection(options))
+    if is_open and _gains_from_overlap(trainer, sizes.seconds):
+        preset |= ASYNCHRONOUS
+        group, loaded = _loaded(file, preset | given, secrets)
     counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in sizes.tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
-    for task, tier in sizes.tiers.items():
-        of_options[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
     by_source: dict[str, Changes] = {
         "derived": sizes.resources | _variables(group, sizes.settings),
         "preset": counts | _variables(group, preset),
-        "given": of_options | _variables(group, given),
+        "given": of_options | _accelerators(sizes.tiers) | _variables(group, given),
     }
     changes = {key: value for part in by_source.values() for key, value in part.items()}
     return Plan(
@@ -117,8 +125,31 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [sizes.reason])],
+        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [sizes.reason, _forecast(sizes.seconds, preset)])],
     )
+
+
+def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) -> bool:
+    """Return whether a synchronous run would learn faster asynchronously, by the forecast of its steps."""
+    is_faster = seconds is not None and seconds.asynchronous < seconds.synchronous
+    return is_faster and settings.mode is Mode.SYNC and not settings.dynamic_sampling_tries
+
+
+def _forecast(seconds: StepSeconds | None, preset: Mapping[str, str]) -> str:
+    """Return the forecasts of a step in both modes as text, and the option that undoes the preset; "" without any."""
+    if seconds is None:
+        return ""
+    text = (
+        f"a step, by forecast: {seconds.synchronous:.1f} s synchronous (generating {seconds.generate:.1f}, training "
+        f"{seconds.train:.1f}, publishing {seconds.publish:.1f}), {seconds.asynchronous:.1f} s asynchronous with "
+        "MAX_STALENESS=1"
+    )
+    return text + ("; --env MODE=sync trains synchronously" if ASYNCHRONOUS.items() <= preset.items() else "")
+
+
+def _accelerators(tiers: Mapping[str, Tier]) -> Changes:
+    """Return the GPUs of each tier as values to write."""
+    return {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
 
 
 def _name(model: str, group: str, tiers: Mapping[str, Tier]) -> str:
@@ -207,14 +238,17 @@ def _tiers(text: str, request: Request) -> dict[str, Tier]:
     return tiers
 
 
-def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loaded]:
-    """Load the settings of all tasks as the nodes of a cluster will, and check each alone and all together.
+def _loaded(
+    file: Path, settings: Mapping[str, str], secrets: Mapping[str, str]
+) -> tuple[spec.JobGroup, list[checks.Loaded]]:
+    """Load a job group and the settings of all tasks as the nodes of a cluster will, and check them.
 
     Raises:
         ConfigurationError: a name is unknown, the settings do not go together or not with the job group's services, or
             a file that they name from here cannot have rows.
     """
-    checks.check_names(group, given, {})
+    group = spec.load(file, spec.Overrides(settings, secrets))
+    checks.check_names(group, {**settings, **secrets}, {})
     with nodes.allocate(group) as addresses:
         run = LocalRun(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
         loaded = checks.load_all(run)
@@ -222,7 +256,7 @@ def _loaded(group: spec.JobGroup, given: Mapping[str, str]) -> list[checks.Loade
         if variable not in ("MODEL_NAME", "TEACHER_MODEL") and not Path(path).is_absolute():
             check_file(variable, Path(path))
     checks.check_together(loaded, group)
-    return loaded
+    return group, loaded
 
 
 def _named_paths(loaded: Sequence[checks.Loaded]) -> dict[str, str]:

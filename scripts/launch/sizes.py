@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.settings import Method
 from services.engines.engine import choose_engine
 from services.engines.placement import SizeFacts, Split
 from services.engines.settings import RolloutSettings
@@ -19,6 +20,7 @@ from trainer.capacity.seconds import (
     MEAN_PROMPT_TOKENS,
     WEIGHT_BYTES,
     Batch,
+    StepSeconds,
     generate_seconds,
     publish_seconds,
     train_seconds,
@@ -70,6 +72,9 @@ class Sizes:
     """The nodes, of rollout-server as many as keep both tiers busy if that was asked for."""
     reason: str
     """The reason for that number if it is another one; else empty."""
+    seconds: StepSeconds | None
+    """The forecast of a step; None on shared GPUs, with METHOD=sft, and for agents and environments, whose own time is
+    unknown."""
     resources: dict[tuple[str, str], str]
     """The CPUs and gigabytes of the nodes, by task and key."""
     settings: dict[str, str]
@@ -124,10 +129,16 @@ def derive(
     work, memory, volume, tokens = _of_trainer(
         settings, rollout_settings, shape, trainer, splits if is_colocated else {}
     )
-    reason = ""
-    if is_balanced and not is_colocated:
-        rollout, reason = _balanced(settings, model, rollout, splits[rollout.choices[0]].engines, trainer, work)
-        tiers = {**tiers, Task.ROLLOUT_SERVER: rollout}
+    reason, seconds = "", None
+    is_known = all(own.rollout is Rollout.COMPLETION for own in settings.by_source().values())
+    if is_known and not is_colocated and settings.method is Method.RL:
+        each = splits[rollout.choices[0]].engines
+        forecasts = _forecasts(settings, model, rollout.choices[0], each, trainer.choices[0], work)
+        if is_balanced:
+            enough = {n: s for n, s in forecasts.items() if n * each >= settings.min_workers}
+            rollout, reason = _balanced(rollout, enough, forecasts[rollout.nodes].busy)
+            tiers = {**tiers, Task.ROLLOUT_SERVER: rollout}
+        seconds = forecasts[rollout.nodes]
     engines = rollout.nodes * min(split.engines for split in splits.values())
     if settings.min_workers > engines:
         raise ConfigurationError(
@@ -140,7 +151,7 @@ def derive(
     # In hundreds, with a fifth for what else is on the volume.
     hundreds = max(2, math.ceil(volume * 1.2 / GIB / 100))
     resources = _resources(shape, splits, memory, is_colocated=is_colocated)
-    return Sizes(dict(tiers), reason, resources, {name: str(n) for name, n in follows.items()}, 100 * hundreds)
+    return Sizes(dict(tiers), reason, seconds, resources, {name: str(n) for name, n in follows.items()}, 100 * hundreds)
 
 
 def _of_trainer(
@@ -198,31 +209,42 @@ def _engine_bytes(shape: ModelShape, gpus: Gpus, split: Split) -> int:
     return split.engines * shape.parameters * WEIGHT_BYTES + gpus.count * PROCESS_BYTES
 
 
-def _balanced(
-    settings: TrainerSettings, model: Model, rollout: Tier, engines: int, trainer: Tier, work: Work
-) -> tuple[Tier, str]:
+def _forecasts(
+    settings: TrainerSettings, model: Model, rollout: Gpus, engines: int, trainer: Gpus, work: Work
+) -> dict[int, StepSeconds]:
+    """Return the seconds of a step by the number of rollout nodes, each of which has ``engines`` on its GPUs."""
+    batch, by_volume = Batch.of(settings), settings.publish_transport is Transport.DISK
+    trains, gpus = train_seconds(model.shape, batch, trainer.card, work), rollout.count // engines
+    return {
+        nodes: StepSeconds(
+            generate_seconds(model.shape, batch, rollout.card, gpus, nodes * engines),
+            trains,
+            publish_seconds(model.shape, nodes, by_volume=by_volume),
+        )
+        for nodes in range(1, MOST_NODES + 1)
+    }
+
+
+def _balanced(rollout: Tier, forecasts: Mapping[int, StepSeconds], present: float) -> tuple[Tier, str]:
     """Return the rollout tier with a number of nodes that keeps both tiers busy, and the reason if it is another one.
 
     It is the number nearest to the present one with which each tier has LEAST_BUSY of the other's work, or the present
-    one if there is none. The time that agents and environments take is unknown, so it stays with them, too. A node has
-    ``engines`` on its first choice of GPUs.
+    one if there is none.
+
+    Args:
+        rollout: the present tier.
+        forecasts: the seconds of a step by each number of nodes that has MIN_WORKERS.
+        present: the work of the less busy tier now, as a share of the other's.
     """
-    if any(own.rollout is not Rollout.COMPLETION for own in settings.by_source().values()):
+    busy = {nodes: seconds.busy for nodes, seconds in forecasts.items() if seconds.busy >= LEAST_BUSY}
+    chosen = min(busy, key=lambda nodes: abs(nodes - rollout.nodes), default=rollout.nodes)
+    if chosen == rollout.nodes:
         return rollout, ""
-    batch, gpus, card = Batch.of(settings), rollout.choices[0], trainer.choices[0].card
-    by_volume, busy = settings.publish_transport is Transport.DISK, {}
-    trains = train_seconds(model.shape, batch, card, work)
-    for nodes in range(1, MOST_NODES + 1):
-        learns = trains + publish_seconds(model.shape, nodes, by_volume=by_volume)
-        generates = generate_seconds(model.shape, batch, gpus.card, gpus.count // engines, nodes * engines)
-        busy[nodes] = min(learns, generates) / max(learns, generates)
-    enough = [n for n, share in busy.items() if share >= LEAST_BUSY and n * engines >= settings.min_workers]
-    chosen = min(enough, key=lambda nodes: abs(nodes - rollout.nodes), default=rollout.nodes)
     reason = (
         f"rollout nodes: {chosen} instead of {rollout.nodes}, so that the less busy tier has {busy[chosen]:.0%} of the "
-        f"other's work instead of {busy[rollout.nodes]:.0%}"
+        f"other's work instead of {present:.0%}"
     )
-    return replace(rollout, nodes=chosen), reason * (chosen != rollout.nodes)
+    return replace(rollout, nodes=chosen), reason
 
 
 def _split(settings: RolloutSettings, model: Model, gpus: Gpus) -> Split:

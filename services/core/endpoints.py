@@ -78,6 +78,8 @@ PORTS: dict[Task, tuple[int, ...]] = {
 """The ports of each task, its main port first."""
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
+APART_VARIABLE = "JOBGROUP_TIERS_APART"
+"""Set by the local runner to ``true`` where engines and trainer have different GPUs."""
 COLOCATE_VARIABLE = "COLOCATE"
 EVERYWHERE = ("0.0.0.0", "::")
 """The address of all interfaces, with IPv4 and without."""
@@ -227,6 +229,14 @@ def mapped_addresses() -> dict[str, str]:
     """Return the content of JOBGROUP_ENDPOINTS: ``host:port`` by ``{task}-{rank}:{port}``; empty if it is not set."""
     text = os.environ.get(ENDPOINTS_VARIABLE)
     return dict(_parse_mapping(text)) if text else {}
+
+
+def tiers_are_apart() -> bool:
+    """Return whether engines and trainer have GPUs or nodes of their own, as tasks of a job group have on a cluster."""
+    told = os.environ.get(APART_VARIABLE)
+    if told is not None or mapped_addresses():
+        return told == "true"
+    return bool(os.environ.get("SKYPILOT_JOBGROUP_NAME"))
 
 
 def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:

@@ -217,6 +217,7 @@ class ServiceThread:
         *,
         interruptible: bool = False,
         meanwhile: Callable[[], None] | None = None,
+        between_polls: Callable[[], None] | None = None,
     ) -> T:
         """Run ``work`` on the event loop and wait for its result.
 
@@ -224,6 +225,7 @@ class ServiceThread:
             work: a coroutine, which bounds its own waits.
             interruptible: give up as soon as the run is asked to stop.
             meanwhile: called in this thread every MEANWHILE_SECONDS of the wait.
+            between_polls: the same every POLL_SECONDS; it may take long.
 
         Raises:
             InterruptedCallError: the run was asked to stop.
@@ -240,6 +242,8 @@ class ServiceThread:
                 if meanwhile is not None and time.monotonic() - called > MEANWHILE_SECONDS:
                     meanwhile()
                     called = time.monotonic()
+                if between_polls is not None:
+                    between_polls()
         finally:
             future.cancel()
 

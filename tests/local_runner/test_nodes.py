@@ -278,3 +278,14 @@ def test_the_nodes_of_one_machine_keep_its_cache_of_models(monkeypatch):
     assert variables(given)["HF_HUB_CACHE"] == "/cache/of/this/machine"
     chosen = TaskSpec("t", "", environment={"HF_HUB_CACHE": "/another"}, mounts={"/shared": "v"})
     assert variables(chosen)["HF_HUB_CACHE"] == "/another"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "apart"), [((), False), (("0",), False), (("0", "1"), True), (("0", "1", "2"), True)], ids=str
+)
+def test_the_trainer_learns_whether_engines_have_gpus_of_their_own(gpus: tuple[str, ...], apart: bool) -> None:
+    tasks = (TaskSpec(Task.ROLLOUT_SERVER, "", gpus_per_node=1), TaskSpec(Task.TRAINER, "", gpus_per_node=1))
+    run = run_of(*tasks, gpus=gpus)
+    assert nodes.tiers_have_own_gpus(run) is apart
+    with mock.patch.dict(os.environ, nodes.node_environment(run, tasks[1], 0)):
+        assert endpoints.tiers_are_apart() is apart

@@ -130,11 +130,27 @@ def test_a_plan_shows_what_will_be(terminal: Terminal, tiny_model: Path) -> None
     assert re.fullmatch(r"[\d.]+ [MG]B of each trainer node; there is [\d.]+ GB", shown["memory"])
     sizes = r"[\d.]+ [kMG]B \(checkpoints .*, versions .*, model .*, recorded groups .*\); there is [\d.]+ [MG]B"
     assert re.fullmatch(sizes, shown["disk"])
+    assert shown["a step trains"].startswith("once its batch is whole (engines share ")
     assert shown["nodes"].startswith("ppo-trainer 2, data-server 1, rollout-server 1, ")
     assert not Path("runs").exists()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"TRAIN_WHILE_GENERATING": "true"}, "on its first groups while"),
+        ({"ADVANTAGE": "batch_std"}, "once its batch is whole (ADVANTAGE=batch_std)"),
+        ({"MODE": "async"}, "on the groups of collectors"),
+    ],
+)
+def test_a_plan_says_when_a_step_trains_and_why_it_waits(
+    terminal: Terminal, tiny_model: Path, settings: dict[str, object], told: str
+) -> None:
+    shown = lines(terminal.plan("--small", DATASET="sums.jsonl", MODEL_NAME=tiny_model, **settings))
+    assert shown["a step trains"].startswith(told)
+
+
 def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: Path, tiny_model: Path) -> None:
     """As users have it: each module in the environment of its node. The other tests run them in this process."""
     write(tmp_path / "sums.jsonl", [{"question": f"{a}+1=", "answer": a + 1} for a in range(90)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -111,6 +112,8 @@ def test_a_launch_begins_with_the_preset_for_gpus_and_says_so(tmp_path: Path) ->
         ("GROUP_SIZE", "-", "16", "preset"),
         ("PUBLISH_TRANSPORT", "-", "broadcast", "preset"),
         ("DROP_EQUAL_GROUPS", "-", "true", "preset"),
+        ("MODE", "-", "async", "preset"),
+        ("MAX_STALENESS", "-", "1", "preset"),
     }
     assert "MICRO_BATCH_TOKENS" not in output
 
@@ -140,6 +143,32 @@ def test_a_launch_takes_rollout_nodes_that_keep_both_tiers_busy_and_says_why(tmp
         rows = {tuple(line.split()) for line in output.splitlines() if "num_nodes" in line}
         assert (("rollout-server", "num_nodes", "2", str(nodes), "preset") in rows) == (nodes != 2)
         assert any(line.startswith("rollout nodes: ") for line in output.splitlines()) == (nodes != 2)
+
+
+# Arguments, MODE as the launch has it, and whether there are forecasts.
+MODES: list[tuple[list[str], str | None, bool]] = [
+    (["--gpus", "H100:1"], "async", True),
+    (["--gpus", "H100:1", "--env", "MODE=sync"], "sync", True),
+    (["--gpus", "H100:1", "--env", "TRAIN_WHILE_GENERATING=true"], None, True),
+    (["--gpus", "H100:1", "--env", "DYNAMIC_SAMPLING_TRIES=2"], None, True),
+    (["--gpus", "H100:1", "--env", "METHOD=sft"], None, False),
+    (["--gpus", "H100:1", "--env", "ENGINE_SLEEPS=true"], None, True),
+    (["--gpus", "H100:1", "--stock"], None, True),
+    (["--gpus", "H100:1", "--agent", "mine:solve"], None, False),
+    (["--gpus", "H100:8", "--colocate"], None, False),
+]
+
+
+def test_separate_tiers_train_asynchronously_where_the_forecast_is_shorter(tmp_path: Path) -> None:
+    for arguments, mode, has_forecast in MODES:
+        output, text = launch(tmp_path, "--model", "0.5B", *arguments)
+        values = skypilot.values(text)
+        assert values.get(("ppo-trainer", "envs.MODE")) == mode, arguments
+        assert values.get(("ppo-trainer", "envs.MAX_STALENESS")) == ("1" if mode == "async" else None)
+        seconds = re.findall(r"([0-9.]+) s (?:synchronous|asynchronous)", output)
+        assert len(seconds) == 2 * has_forecast, arguments
+        assert sorted(seconds, key=float, reverse=True) == seconds
+        assert ("--env MODE=sync" in output) == (mode == "async")
 
 
 # Arguments, and variables of the trainer; the file has no PUBLISH_TRANSPORT.
@@ -192,8 +221,8 @@ def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path
 
 
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
-    given = ["--env", "BATCH_SIZE=8", "--env", "GROUP_SIZE=4", "--env", "PUBLISH_TRANSPORT=disk"]
-    given += ["--env", "DROP_EQUAL_GROUPS=false"]
+    given = ["BATCH_SIZE=8", "GROUP_SIZE=4", "PUBLISH_TRANSPORT=disk", "DROP_EQUAL_GROUPS=false", "MODE=sync"]
+    given = [part for setting in given for part in ("--env", setting)]
     output, text = launch(tmp_path, "--model", "0.5B", "--trainer-nodes", "2", *given)
     values = skypilot.values(text)
     assert [values["ppo-trainer", f"envs.{name}"] for name in ("BATCH_SIZE", "GROUP_SIZE")] == ["8", "4"]

@@ -9,7 +9,7 @@ arXiv:2510.13786).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -109,13 +109,13 @@ def aggregate(
     """
     match method:
         case Aggregation.TOKEN_MEAN:
-            return token_losses.sum() / max(step.tokens, 1)
+            return token_losses.sum() / step.denominator(method)
         case Aggregation.PROMPT_MEAN:
-            return (token_losses / group_tokens).sum() / max(step.groups, 1)
+            return (token_losses / group_tokens).sum() / step.denominator(method)
         case Aggregation.SEQUENCE_MEAN:
-            return sequence_means(token_losses, sequence_ids, n_sequences).sum() / max(step.sequences, 1)
+            return sequence_means(token_losses, sequence_ids, n_sequences).sum() / step.denominator(method)
         case Aggregation.CONSTANT_LENGTH:
-            return token_losses.sum() / (max(step.sequences, 1) * constant_length)
+            return token_losses.sum() / (step.denominator(method) * constant_length)
 
 
 REPLAY_PREFIX = "replay_"
@@ -142,6 +142,23 @@ class StepSize:
     """Trained tokens that a teacher has scored."""
     groups: int = 0
     """Groups with trained tokens."""
+
+    def __add__(self, other: StepSize) -> StepSize:
+        return StepSize(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def denominator(self, method: Aggregation) -> int:
+        """Return the count by which a mean of the step divides."""
+        match method:
+            case Aggregation.TOKEN_MEAN:
+                return max(self.tokens, 1)
+            case Aggregation.PROMPT_MEAN:
+                return max(self.groups, 1)
+            case Aggregation.SEQUENCE_MEAN | Aggregation.CONSTANT_LENGTH:
+                return max(self.sequences, 1)
+
+
+UNDIVIDED = StepSize(tokens=1, sequences=1, taught=1, groups=1)
+"""Denominators that leave sums as they are, while the size of the step is not known."""
 
 
 @dataclass

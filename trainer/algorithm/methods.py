@@ -29,6 +29,9 @@ ADVANTAGES = (
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k", "maxrl", "gdpo")
 """Advantages that compare a completion with the rest of its group; in a group of one they are 0."""
 
+LONE_GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "pass_at_k", "maxrl")
+"""Group advantages that depend on no other group of the batch, as a deviation or a whitening over it would."""
+
 NORMALISED_ADVANTAGES = ("grpo", "batch_std")
 """Group advantages that divide by a deviation of rewards, and would divide the weight of a penalty by it, too."""
 

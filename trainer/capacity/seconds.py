@@ -62,6 +62,35 @@ class Batch:
         return self.prompts * self.group_size
 
 
+STALE_UPDATES = 1.01
+"""Updates that groups of one version ago need in place of one update on fresh groups: docs/results.md, staleness."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The seconds of a step's parts."""
+
+    generate: float
+    train: float
+    publish: float
+
+    @property
+    def synchronous(self) -> float:
+        """Seconds of a step whose parts follow each other; less, as far as it trains on its first groups meanwhile."""
+        return self.generate + self.train + self.publish
+
+    @property
+    def asynchronous(self) -> float:
+        """Seconds in which asynchronous training with MAX_STALENESS=1 learns as much as in a synchronous step."""
+        return STALE_UPDATES * max(self.generate, self.train + self.publish)
+
+    @property
+    def busy(self) -> float:
+        """The work of the less busy of engines and trainer, as a share of the other's, in asynchronous training."""
+        learn = self.train + self.publish
+        return min(learn, self.generate) / max(learn, self.generate)
+
+
 def generate_seconds(shape: ModelShape, batch: Batch, card: Card, gpus: int, engines: int) -> float:
     """Return the seconds of generating with ``engines`` engines of ``gpus`` GPUs each.
 

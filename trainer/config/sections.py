@@ -153,6 +153,16 @@ class ModeSection(Settings):
     """`sync`: generate, then train. `async`: collectors generate while the step trains."""
 
 
+class SynchronousSection(Settings):
+    """Steps that generate, then train."""
+
+    read_with = "MODE=sync"
+
+    train_while_generating: bool | Literal["auto"] = "auto"
+    """Train on the first groups of a batch while the others are generated (`sync`). `auto`: where engines have GPUs or
+    nodes of their own, unless a setting needs the whole batch before it trains; a dry run says which. [advanced]"""
+
+
 class AsynchronousSection(Settings):
     """Collectors that generate while the step trains."""
 
@@ -164,7 +174,7 @@ class AsynchronousSection(Settings):
     """Run a collector in the trainer's process (`async`); off when collectors run elsewhere. [advanced]"""
 
 
-class RunSection(ModelSettings, MethodSettings, ModeSection, AsynchronousSection):
+class RunSection(ModelSettings, MethodSettings, ModeSection, SynchronousSection, AsynchronousSection):
     """The model, the length of the run, checkpoints and waits."""
 
     trust_remote_code: bool = False

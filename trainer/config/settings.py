@@ -22,6 +22,7 @@ from services.protocol.base import MAX_SEQUENCES
 from trainer.algorithm.methods import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
+    LONE_GROUP_ADVANTAGES,
     LOSS_OPTIONS,
     LOSSES,
     Aggregation,
@@ -142,6 +143,33 @@ class TrainerSettings(
     def publishes_in_place(self) -> bool:
         """True when weights change under generations in flight: PUBLISH_IN_PLACE, or the default of the mode."""
         return self.mode is Mode.ASYNC if self.publish_in_place is None else self.publish_in_place
+
+    @property
+    def whole_batch_reason(self) -> str:
+        """The setting for which a step needs its whole batch, or the engines' GPUs, to train; "" without one."""
+        needs = {
+            f"METHOD={self.method}": self.method is not Method.RL,
+            f"MODE={self.mode}": self.mode is not Mode.SYNC,
+            "ENGINE_SLEEPS": self.engine_sleeps,
+            "UPDATES_PER_BATCH": self.updates_per_batch > 1,
+            "EPOCHS_PER_BATCH": self.epochs_per_batch > 1,
+            "DYNAMIC_SAMPLING_TRIES": self.dynamic_sampling_tries > 0,
+            "KL_IN_REWARD": self.kl_in_reward,
+            # The distance from a teacher has a denominator of its own, and baselines of the whole batch.
+            "TEACHER_MODEL": bool(self.teacher_models),
+            "TEACHER_URL": any(own.teacher_url for own in self.by_source().values()),
+            f"ADVANTAGE={self.advantage}": self.advantage not in LONE_GROUP_ADVANTAGES,
+        }
+        return next((setting for setting, is_needed in needs.items() if is_needed), "")
+
+    def trains_while_generating(self, *, are_tiers_apart: bool) -> bool:
+        """Return whether a step trains on its first groups while the others are generated.
+
+        ``are_tiers_apart`` says that engines and trainer have GPUs or nodes of their own.
+        """
+        if self.train_while_generating != "auto":
+            return self.train_while_generating
+        return are_tiers_apart and not self.whole_batch_reason
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -357,6 +385,11 @@ def _of_engines(settings: TrainerSettings) -> Iterator[str]:
         yield "ENGINE_SLEEPS is set, but NCCL joins no two processes on one GPU; set PUBLISH_TRANSPORT=disk or local"
 
 
+def _of_waves(settings: TrainerSettings) -> Iterator[str]:
+    if settings.train_while_generating is True and (reason := settings.whole_batch_reason):
+        yield f"TRAIN_WHILE_GENERATING is set, but {reason} needs the whole batch; leave it at auto, or unset {reason}"
+
+
 def _of_weights(settings: TrainerSettings) -> Iterator[str]:
     rank, transport, offloads = settings.lora_rank, settings.publish_transport, settings.cpu_offload is True
     is_float32 = settings.publish_type is PublishedType.FLOAT32
@@ -419,5 +452,5 @@ def _of_teachers(settings: TrainerSettings) -> Iterator[str]:
         yield "REWARD_WEIGHT is 0 and there is no teacher, so nothing is learned; set TEACHER_MODEL"
 
 
-OF_A_SOURCE = (_of_rollouts, _of_lengths, _of_engines, _of_weights, _of_methods, _of_rewards, _of_teachers)
+OF_A_SOURCE = (_of_rollouts, _of_lengths, _of_engines, _of_waves, _of_weights, _of_methods, _of_rewards, _of_teachers)
 """The contradictions within the settings of a source, in the order in which they are looked for."""

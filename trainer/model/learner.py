@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.core.logs import get_logger
 from services.core.settings import Method
-from trainer.algorithm.loss import Diagnostics, StepSize
+from trainer.algorithm.loss import UNDIVIDED, Diagnostics, StepSize
 from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import PerToken
@@ -25,17 +25,23 @@ from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import (
     HEAD_GROUPS,
+    StopRequestedError,
     add_gradients,
     is_finite,
     learning_rate,
     make_optimizer,
     optimizer_steps,
     over_steps,
+    take_step,
 )
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.sharding import reshard
 
 log = get_logger(__name__)
+
+WAVE_PIECES = 2
+"""The least pieces of a wave for each of several ranks: a wave is too few groups to balance the ranks' work."""
 
 
 @dataclass
@@ -86,6 +92,16 @@ class UpdateResult:
         )
 
 
+@dataclass
+class _Waves:
+    """The waves of the step under way, whose gradients the parameters have; see ``Learner.add_wave``."""
+
+    parts: list[Part] = field(default_factory=list)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    refused: int = 0
+    seconds: float = 0.0
+
+
 class Learner:
     """The owner of the policy's optimizer. Every method is a collective of all ranks."""
 
@@ -106,6 +122,7 @@ class Learner:
         """The frozen teachers by the name of their model."""
         self.total_steps = total_steps
         self.loss = step_loss(settings)
+        self._waves = _Waves()
         self.optimizer = make_optimizer(settings, policy)
         # Each step changes the masters, and the next pass computes with them rounded anew.
         self.optimizer.register_step_pre_hook(lambda *_: policy.masters.restore())
@@ -165,11 +182,58 @@ class Learner:
 
         The gradient is that of the present weights, as in the first optimizer step of an update.
         """
-        pieces = self.part(groups).micro_batches
-        batches = packed(pieces, self.ranks)
-        proximal: list[Tensor | None] = [None] * len(pieces)
-        passes = [partial(self._backward, batches, size, proximal, n) for n in range(len(pieces))]
-        add_gradients(self.settings, self.ranks, self.policy, passes)
+        self._add_gradients(self.part(groups), size)
+
+    def _add_gradients(self, part: Part, size: StepSize, should_stop: Callable[[], bool] | None = None) -> Diagnostics:
+        batches = packed(part.micro_batches, self.ranks)
+        proximal: list[Tensor | None] = [None] * len(part.micro_batches)
+        passes = [partial(self._backward, batches, size, proximal, n) for n in range(len(proximal))]
+        return add_gradients(self.settings, self.ranks, self.policy, passes, should_stop)
+
+    def add_wave(self, groups: Sequence[TrainingGroup], should_stop: Callable[[], bool] | None = None) -> None:
+        """Add the gradients of some groups of a step, before the step's other groups and its denominators are known.
+
+        ``finish_waves`` takes the optimizer step. Waves need one update a batch, and a loss with one denominator. The
+        arguments are those of ``update``.
+
+        Raises:
+            StopRequestedError: ``should_stop`` was true on some rank; the step has no waves any more.
+        """
+        started = time.perf_counter()
+        part, refused = self.wave_part(groups)
+        waves = self._waves
+        try:
+            waves.diagnostics.add(self._add_gradients(part, UNDIVIDED, should_stop))
+        except StopRequestedError:
+            self.optimizer.zero_grad()
+            self._waves = _Waves()
+            raise
+        waves.parts.append(part)
+        waves.refused += refused
+        waves.seconds += time.perf_counter() - started
+
+    def wave_part(self, groups: Sequence[TrainingGroup]) -> tuple[Part, int]:
+        """Return this rank's part of a wave, and the number of its groups that are refused for unknown token ids."""
+        known = [group for group in groups if self._knows(group)]
+        [share] = self.shares(known)
+        return self.part(share, pieces_per_rank=WAVE_PIECES), len(groups) - len(known)
+
+    def finish_waves(self, step: int, *, position: float | None = None) -> UpdateResult:
+        """Take the optimizer step on the gradients of all waves; the arguments are those of ``update``."""
+        started = time.perf_counter()
+        waves, self._waves = self._waves, _Waves()
+        rates, steps = self._rates(step, position), []
+        if any(part.micro_batches for part in waves.parts):
+            # A forward pass since the last wave may have gathered parameters, which have no gradients.
+            reshard(self.policy)
+            size = sum((part.size for part in waves.parts), StepSize(0, 0))
+            denominator = size.denominator(self.settings.loss_aggregation)
+            steps = [
+                take_step(self.settings, self.ranks, self.policy, self.optimizer, waves.diagnostics, rates, denominator)
+            ]
+        result = UpdateResult.of(steps, waves.parts, started - waves.seconds)
+        metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(waves.refused)}
+        return replace(result, refused=waves.refused, metrics=metrics)
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
@@ -278,11 +342,12 @@ class Learner:
             known = [g for g in known if g.mean_absolute_advantage]
         return [known[i::n_parts] for i in range(n_parts)]
 
-    def part(self, groups: Sequence[TrainingGroup]) -> Part:
-        """Return this rank's part of the optimizer step on a share of the groups."""
+    def part(self, groups: Sequence[TrainingGroup], *, pieces_per_rank: int = 1) -> Part:
+        """Return this rank's part of the optimizer step on a share of the groups; see ``share_out``."""
         needs_all = self.settings.learns_beyond_advantages
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
-        return make_part(groups, trainable, self.settings.micro_batch_tokens, self.ranks)
+        max_tokens = self.settings.micro_batch_tokens
+        return make_part(groups, trainable, max_tokens, self.ranks, pieces_per_rank=pieces_per_rank)
 
     def _rates(self, step: int, position: float | None) -> list[float]:
         """Return the learning rate of each of the optimizer's parameter groups."""

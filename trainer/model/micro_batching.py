@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
+from itertools import accumulate, compress
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class _Size:
 
 
 def share_out(
-    groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int, device: str = "cpu"
+    groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int, device: str = "cpu", pieces_per_rank: int = 1
 ) -> list[list[list[TrainingGroup]]]:
     """Share groups among ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
 
@@ -85,11 +85,13 @@ def share_out(
         n_ranks: the number of ranks.
         max_tokens: tokens in one micro-batch.
         device: the ranks' type of device, ``cpu`` or ``cuda``.
+        pieces_per_rank: the least pieces for each of several ranks.
     """
     limit = _Limit(max_tokens, KEYS_PER_TOKEN * max_tokens if device == "cpu" else math.inf)
     pieces = [piece for group in groups for piece in _split(group, limit)]
     # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
-    while len(pieces) < n_ranks:
+    least = n_ranks * pieces_per_rank if n_ranks > 1 else 1
+    while len(pieces) < least:
         divisible = [piece for piece in pieces if len(piece.sequences) > 1]
         if not divisible:
             break
@@ -135,11 +137,13 @@ def _equally_many(filled: list[list[list[TrainingGroup]]]) -> list[list[list[Tra
     return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
 
 
-def _shares(groups: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks) -> list[list[list[TrainingGroup]]]:
+def _shares(
+    groups: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks, pieces_per_rank: int = 1
+) -> list[list[list[TrainingGroup]]]:
     """Return how the context groups share ``groups``; each of a group's ranks computes ``max_tokens`` at once."""
     if ranks.has_rows:
         return share_out_rows(groups, ranks.n_shares, max_tokens)
-    return share_out(groups, ranks.n_shares, max_tokens * ranks.context.size, ranks.device.type)
+    return share_out(groups, ranks.n_shares, max_tokens * ranks.context.size, ranks.device.type, pieces_per_rank)
 
 
 def _split(group: TrainingGroup, limit: _Limit) -> list[TrainingGroup]:
@@ -221,7 +225,12 @@ class Part:
 
 
 def make_part(
-    groups: Sequence[TrainingGroup], trainable: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks
+    groups: Sequence[TrainingGroup],
+    trainable: Sequence[TrainingGroup],
+    max_tokens: int,
+    ranks: Ranks,
+    *,
+    pieces_per_rank: int = 1,
 ) -> Part:
     """Return this rank's part of an optimizer step, which is empty without a token to train on.
 
@@ -230,9 +239,10 @@ def make_part(
         trainable: those of them that are computed, unless all of their tokens are masked.
         max_tokens: a rank's tokens in one micro-batch.
         ranks: all ranks.
+        pieces_per_rank: see ``share_out``.
     """
     computed = [group for group in trainable if group.trained_tokens]
-    shares = _shares(computed, max_tokens, ranks)
+    shares = _shares(computed, max_tokens, ranks, pieces_per_rank)
     return Part(
         micro_batches=shares[ranks.share],
         size=StepSize(
@@ -253,6 +263,11 @@ def part_order(settings: TrainerSettings, step: int) -> list[int]:
     parts = range(settings.updates_per_batch)
     seeds = (derive_seed(settings.seed, "parts", step, number) for number in range(1, settings.epochs_per_batch))
     return [*parts, *(i for seed in seeds for i in random.Random(seed).sample(parts, len(parts)))]
+
+
+def in_waves(groups: Sequence[TrainingGroup], sizes: Sequence[int]) -> list[Sequence[TrainingGroup]]:
+    """Return the groups of each wave of a step, whose ``sizes`` are in the order of the groups."""
+    return [groups[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def packed(parts: Iterable[Sequence[TrainingGroup]], ranks: Ranks) -> Iterator[MicroBatch]:

@@ -100,6 +100,32 @@ def optimizer_step(
     except StopRequestedError:
         optimizer.zero_grad()
         raise
+    return take_step(settings, ranks, module, optimizer, diagnostics, rates)
+
+
+def take_step(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    diagnostics: Diagnostics,
+    rates: Sequence[float],
+    denominator: int = 1,
+) -> dict[str, float]:
+    """Take one optimizer step on the gradients that the module has, and return its metrics. A collective.
+
+    See ``optimizer_step`` for the other arguments.
+
+    Args:
+        diagnostics: this rank's diagnostics of the passes that made the gradients.
+        denominator: the number by which gradients and loss are divided first.
+    """
+    if denominator != 1:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(denominator)
+        if "loss" in diagnostics.sums:
+            diagnostics.sums["loss"] = diagnostics.sums["loss"] / denominator
     norm = _clip(module, settings.max_grad_norm)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

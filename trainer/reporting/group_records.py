@@ -68,6 +68,8 @@ class StepHead(BaseModel):
     """The trainer's settings in that step that were not left at their defaults."""
     groups: list[Entry]
     """The groups in the order in which they were trained on."""
+    waves: list[int] = []
+    """The numbers of groups of its waves, in the same order; empty where the whole batch was trained on at once."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class GroupRecorder:
         step: int,
         trained: Sequence[TrainingGroup],
         groups: Sequence[Group],
-        **fields: float | str | Computation,
+        **fields: float | str | list[int] | Computation,
     ) -> int:
         """Write what a step trained on; return how many groups could not be recorded for lack of disk space.
 

@@ -68,6 +68,11 @@ _GROUPS = "Groups, by what became of them."
 _EPISODES = "Tokens sampled for episodes since the run began, by where they are; engines have the sum of all others."
 
 MEASURES: tuple[Measure, ...] = (
+    Measure(
+        "overlap_seconds",
+        "trainer_overlap_seconds_total",
+        "Time in which a step trained while its other groups were generated or scored, within these two phases.",
+    ),
     _plain("reward_mean", "Mean reward of all completions that the step made."),
     _plain(
         "reward_trained_mean", "Mean reward of the fresh completions that are trained on, with DYNAMIC_SAMPLING_TRIES."

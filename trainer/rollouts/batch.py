@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
+
+if TYPE_CHECKING:
+    from trainer.waves import Waves
 
 
 class Batch:
@@ -53,7 +57,11 @@ class Batch:
         self.counts: dict[str, float] = {}
         """Counts and other figures by metric name."""
         self.seconds_scoring = 0.0
-        """Seconds of the newest ``generate_and_score`` after its last completion was generated."""
+        """Seconds of the newest ``generate_and_score`` from its last completion to its last group."""
+        self.seconds_training = 0.0
+        """Seconds of the newest ``generate_and_score`` after its last group, in which a wave was still trained on."""
+        self.waves: Waves | None = None
+        """The waves that are trained on while others are generated; None if the whole batch is trained on at once."""
         self._tries_left = settings.dynamic_sampling_tries
         self._is_closed = False
         self._dropped: Tally[str] = Tally()
@@ -71,7 +79,7 @@ class Batch:
         if not groups:
             return
         is_last_try = self._tries_left <= 0
-        kept = [group for group in groups if self._counts(group) and (is_last_try or self._has_signal(group))]
+        kept = [group for group in groups if self.is_counted(group) and (is_last_try or self._has_signal(group))]
         self._tries_left -= 1
         # Without SOURCES the last prompts may stay without groups; a source gets prompts until it has its quota.
         self._is_closed = is_last_try and self.settings.sources is None
@@ -96,7 +104,7 @@ class Batch:
             may_drop = self._dropped[source] < self.settings.dynamic_sampling_tries * self.quotas[source]
             if may_drop and not self._has_signal(group):
                 self._dropped[source] += 1
-            elif self._counts(group):
+            elif self.is_counted(group):
                 kept.append(group)
         if len(kept) < len(leased):
             self.count("groups_resampled", _by_source(leased) - _by_source(kept))
@@ -117,7 +125,7 @@ class Batch:
                 self._prepared[id(group)] = self.objective.training_group(group)
         return [self._prepared[id(group)] for group in groups]
 
-    def _counts(self, group: Group) -> bool:
+    def is_counted(self, group: Group) -> bool:
         """Return whether a group counts towards its source's quota: with SOURCES it has a reward."""
         needs_rewards = self.settings.sources is not None and self.settings.learns_from_rewards
         return not needs_rewards or not all(map(math.isnan, group.rewards))

@@ -359,15 +359,26 @@ def makers_of(settings: TrainerSettings, samplers: Mapping[str, Sampler]) -> Mak
     return {name: GroupMaker(own, samplers[name], name, sizes.get(name)) for name, own in settings.by_source().items()}
 
 
-async def make_groups(makers: Makers, prompts: Sequence[Prompt], activity: Activity | None = None) -> list[Group]:
+async def make_groups(
+    makers: Makers,
+    prompts: Sequence[Prompt],
+    activity: Activity | None = None,
+    arrive: Callable[[int, Group | None], None] = lambda place, group: None,
+) -> list[Group]:
     """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
 
-    ``activity`` counts the prompts that are answered.
+    ``activity`` counts the prompts that are answered, and ``arrive`` gets each prompt's group with the prompt's place.
 
     Raises:
         ConfigurationError, DependencyLostError: too many prompts of a source in a row failed.
     """
-    works = (makers[prompt.source].make_group(prompt) for prompt in prompts)
+
+    async def make(place: int, prompt: Prompt) -> Group | None:
+        group = await makers[prompt.source].make_group(prompt)
+        arrive(place, group)
+        return group
+
+    works = (make(place, prompt) for place, prompt in enumerate(prompts))
     groups = [group for group in await (activity or Activity()).gather(works, "prompts answered") if group is not None]
     judge(makers, groups)
     return groups

@@ -115,16 +115,21 @@ class ServiceCalls:
     def generate_and_score(self, prompts: Sequence[Prompt], batch: Batch, meanwhile: Callable[[], None]) -> list[Group]:
         """Return the groups of ``prompts``; each prompt's completions are scored as soon as they are generated.
 
-        ``meanwhile`` is called every two seconds of the wait.
+        ``meanwhile`` is called every two seconds of the wait, in which this thread also trains on the batch's waves.
 
         Raises:
             ConfigurationError, DependencyLostError: every answer of too many prompts in a row failed.
         """
-        started = time.perf_counter()
-        making = make_groups(self.makers, prompts, self.activity)
-        groups = self.thread.call(making, interruptible=True, meanwhile=meanwhile)
+        started, waves = time.perf_counter(), batch.waves
+        if waves is None:
+            making, train = make_groups(self.makers, prompts, self.activity), None
+        else:
+            waves.begin(len(prompts))
+            making, train = make_groups(self.makers, prompts, self.activity, waves.arrive), waves.train
+        groups = self.thread.call(making, interruptible=True, meanwhile=meanwhile, between_polls=train)
+        batch.seconds_training = 0.0 if waves is None else waves.end()
         generated = max(maker.last_generated for maker in self.makers.values())
-        batch.seconds_scoring = time.perf_counter() - max(generated, started)
+        batch.seconds_scoring = max(0.0, time.perf_counter() - batch.seconds_training - max(generated, started))
         return groups
 
     def store(self, batch: Batch) -> None:
