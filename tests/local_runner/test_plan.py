@@ -309,10 +309,10 @@ def test_sources_that_cannot_run_are_refused_before_the_run(here: Path, terminal
         ("dataset: arithmetic", "dataset: gone.jsonl", "source 'sums': DATASET"),
         ("dataset: sums.jsonl, r", "dataset: none.jsonl, r", "source 'files': DATASET"),
         ("mine:near", "mine:nearer", "source 'files': REWARD_FN"),
-        ("ratio: 2", "ratio: .nan", "line 2: ratio"),
+        ("ratio: 2", "ratio: .nan", "source 1: ratio"),
         ("dataset: arithmetic", "rollout: environment", "ROLLOUT"),
         ("group_size: 4", "group_size: 1", "source 'files': GROUP_SIZE"),
-        ("group_size: 4", "loss: gspo", "line 3: 'loss'"),
+        ("group_size: 4", "loss: gspo", "source 2: 'loss'"),
     ):
         assert old in MIX
         (here / "mix.yaml").write_text(MIX.replace(old, new))
