@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from torch._inductor import config
 from torch.nn.attention.flex_attention import flex_attention
@@ -30,7 +29,6 @@ from benchmarks.attention import ROW, VARIANTS, mask_of, states
 from benchmarks.update import Work
 from trainer.algorithm.attention_layout import TILE, tiles
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REGISTERS, SHARED, WARP = 65_536, 227 * 1024, 32
 """Of an H100's multiprocessor: registers, and bytes of shared memory; and threads of a warp."""
 
@@ -101,10 +99,13 @@ def compiled(width: int, options: dict[str, Any]) -> list[Kernel]:
 
 
 def _kernel(path: Path) -> Kernel:
+    import triton  # a part of torch's build for CUDA alone
+
     about = json.loads(path.with_suffix(".json").read_text())
-    used = _output(TOOLS / "cuobjdump", "-res-usage", path)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    used = _output(tools / "cuobjdump", "-res-usage", path)
     registers = int(re.findall(r"REG:(\d+)", used)[0])
-    loops = _loops(_output(TOOLS / "nvdisasm", "-c", path))
+    loops = _loops(_output(tools / "nvdisasm", "-c", path))
     return Kernel("backward" in path.name, about["num_warps"], about["shared"], registers, loops)
 
 

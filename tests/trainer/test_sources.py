@@ -66,7 +66,7 @@ def test_each_source_has_settings_of_its_own_and_the_limits_are_over_all(mix):
             {"overlong_buffer": 4},
             r"sources have different MAX_NEW_TOKENS \(a 8, b 512\)",
         ),
-        ("- name: a\n  loss: gspo\n", {}, "line 2: 'loss' is not a key of a source"),
+        ("- name: a\n  loss: gspo\n", {}, "source 1: 'loss' is not a key of a source"),
         ("- name: a\n  opponent: http://a:1\n", {}, "source 'a': OPPONENT is read with ROLLOUT=environment alone"),
         ("- name: a\n  rollout: program\n  agent: ''\n  agent_command: x\n", {"max_steps": 0}, "^MAX_STEPS"),
         ("- name: a\n", {"opponent": "http://a:1"}, "^OPPONENT is read with ROLLOUT=environment alone"),
