@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -38,7 +39,9 @@ def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
             path.touch()
             os.utime(path, (time.time() - days * 86400,) * 2)
     [task] = documents("clean.yaml")
-    command = task["run"].replace("/shared", str(tmp_path)).replace("exec python", f"exec {sys.executable}")
+    command = (
+        task["run"].replace("/shared", str(tmp_path)).replace("exec python", f"exec {shlex.quote(sys.executable)}")
+    )
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     assert [run.name for run in (tmp_path / "runs").iterdir()] == ["new"]

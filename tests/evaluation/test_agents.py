@@ -220,12 +220,12 @@ with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(
 
 
 async def test_a_program_is_measured_as_a_function_is(ground: Ground) -> None:
-    async with Relay(Program(f"{sys.executable} -S -c {shlex.quote(PROGRAM)}")) as agent:
+    async with Relay(Program(f"{shlex.quote(sys.executable)} -S -c {shlex.quote(PROGRAM)}")) as agent:
         sample = await ground.play(agent, ["#### 42"], Kind.SAMPLED)
     assert sample.result == RewardResult(reward=1.0, extracted="42")
     assert (sample.turns, sample.completion) == (1, "#### 42")
     assert ground.engine.sampling[0]["temperature"] == 0.7
-    async with Relay(Program(f"{sys.executable} -S -c '1 / 0'")) as agent:
+    async with Relay(Program(f"{shlex.quote(sys.executable)} -S -c '1 / 0'")) as agent:
         with pytest.raises(AgentFailedError, match=r"exited with code 1.*ZeroDivisionError"):
             await ground.play(agent)
     async with Relay(Program("echo 42")) as agent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import socket
 import stat
 import sys
@@ -62,14 +63,16 @@ def slurm_path(tmp_path: Path) -> str:
     """A PATH that has srun."""
     (tmp_path / "slurm").mkdir()
     path = tmp_path / "slurm" / "srun"
-    path.write_text(f"#!{sys.executable}{SRUN}")
+    # An interpreter whose path has a space cannot stand in the first line.
+    path.with_suffix(".py").write_text(SRUN)
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$0.py" "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return f"{path.parent}:{os.environ['PATH']}"
 
 
 def test_srun_and_ray_get_the_numbers_and_the_names_of_variables() -> None:
     directory = Path("/data/my runs")
-    node = f"{sys.executable} -m evaluation.clusters node '/data/my runs'"
+    node = f"{shlex.quote(sys.executable)} -m evaluation.clusters node '/data/my runs'"
     given = "srun --job-name=evaluate --ntasks=3"
     assert clusters.slurm_command(3, 8, directory) == f"{given} --gpus-per-task=8 --kill-on-bad-exit=0 {node}"
     assert clusters.slurm_command(3, 0, directory) == f"{given} --kill-on-bad-exit=0 {node}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def longest(response: str) -> float:
 
 def test_a_run_has_its_summary_its_metrics_and_its_model(capfd: pytest.CaptureFixture[str]):
     rows = datasets.Dataset.from_list([{"question": "1" * length, "answer": "1"} for length in (1, 5)])
-    job_group = group(task(TRAINER, f"{sys.executable} trains.py", **READS))
+    job_group = group(task(TRAINER, f"{shlex.quote(sys.executable)} trains.py", **READS))
     done = train(
         job_group=job_group, nodes={TRAINER: 2}, learning_rate=2e-5, reward_fn=longest, dataset=rows, batch_size=1
     )
@@ -93,7 +94,7 @@ if __name__ == "__main__":
 
 
 def test_a_function_of_a_script_stands_alone(here: Path):
-    group(task(TRAINER, f"{sys.executable} trains.py", **READS))
+    group(task(TRAINER, f"{shlex.quote(sys.executable)} trains.py", **READS))
     (here / "skypilot_grpo").symlink_to(ROOT)
     (here / "mine.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "mine.py"], capture_output=True, text=True, timeout=LIMIT_SECONDS)

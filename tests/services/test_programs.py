@@ -188,7 +188,7 @@ async def test_a_program_may_clean_up_when_its_deadline_comes(tmp_path: Path) ->
     done = tmp_path / "done"
     code = f"import signal, time, sys; signal.signal(15, lambda *_: sys.exit(open({str(done)!r}, 'w').close())); "
     with pytest.raises(AgentFailedError):
-        await answer(f'{sys.executable} -S -c "{code} print(1, flush=True); time.sleep(600)"', seconds=3)
+        await answer(f'{shlex.quote(sys.executable)} -S -c "{code} print(1, flush=True); time.sleep(600)"', seconds=3)
     assert done.exists()
 
 

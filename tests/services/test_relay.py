@@ -71,7 +71,7 @@ async def play(model: Model, code: str) -> RewardResult:
 
     example = Example.of(prompt, (), model="m", scorer=scorer)
     transport = httpx.ASGITransport(model.app)
-    command = f"{sys.executable} -S -c {shlex.quote(ASK + code)}"
+    command = f"{shlex.quote(sys.executable)} -S -c {shlex.quote(ASK + code)}"
     async with httpx.AsyncClient(transport=transport) as http, Relay(Program(command)) as agent:
         reward = await agent(example, base_url="http://server/v1", api_key="t", http_client=http)
     return example.result_of(reward)

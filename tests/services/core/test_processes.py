@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def running(
         "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[3])]),
     }
     # As SkyPilot does: the program's parent is a shell with the same variables.
-    process = subprocess.Popen(["bash", "-c", f"{sys.executable} -m {module}; exit $?"], env=environment)
+    process = subprocess.Popen(["bash", "-c", f"{shlex.quote(sys.executable)} -m {module}; exit $?"], env=environment)
     try:
         shell = psutil.Process(process.pid)
         yield process, wait_until(lambda: next(iter(shell.children()), None), "the program runs", every=0.02)

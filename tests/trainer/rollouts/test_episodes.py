@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -570,7 +571,8 @@ def two_turns_program(tmp_path: Path) -> dict[str, Any]:
     """Settings by which a program in Python plays as ``two_turns`` does."""
     path = tmp_path / "program.py"
     path.write_text(TWO_TURNS)
-    return {"rollout": "program", "agent": None, "agent_command": f"{sys.executable} -S {path}"}
+    command = shlex.join([sys.executable, "-S", str(path)])
+    return {"rollout": "program", "agent": None, "agent_command": command}
 
 
 def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns_program: dict[str, Any]) -> None:
