@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import logging
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import structlog
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -62,6 +64,17 @@ def kept_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def kept_logging() -> Iterator[None]:
+    """Undo what a program that a test runs in this process leaves of its logging: a handler of a captured stream."""
+    root, configured = logging.getLogger(), structlog.get_config()
+    handlers, level = [*root.handlers], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(**configured)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -90,7 +90,7 @@ class Steps:
         self.main = main
         self.batch = Batch(Objective(main.settings))
         rank_calls = MagicMock()
-        rank_calls.ranks = MagicMock(world_size=1, device=torch.device("cpu"), **{"mesh.ndim": 1})
+        rank_calls.ranks = MagicMock(world_size=1, n_shares=1, device=torch.device("cpu"), **{"mesh.ndim": 1})
         rank_calls.update.return_value = UpdateResult()
         rank_calls.on_all_ranks = lambda method: method
         rank_calls.learner.mean_entropy.return_value = 1.5
