@@ -147,9 +147,9 @@ class Cluster:
         )
         self.events: list[tuple[float, str, int | None, State, str]] = []
         """Monotonic time, task, rank (None: the whole task), state, reason."""
-        self._supervisor = Supervisor(self._run, self._on_change, self._start_node)
         self._ended: Future[Outcome] = Future()
         self._loop = asyncio.new_event_loop()
+        self._supervisor = self._loop.run_until_complete(self._make_supervisor())
         self._threads = [threading.Thread(target=target) for target in (self._supervise, self._refresh_names)]
 
     def __enter__(self) -> Cluster:
@@ -314,6 +314,9 @@ class Cluster:
             thread.join()
 
     # The controller
+
+    async def _make_supervisor(self) -> Supervisor:
+        return Supervisor(self._run, self._on_change, self._start_node)
 
     def _supervise(self) -> None:
         try:

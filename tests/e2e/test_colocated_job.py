@@ -67,6 +67,4 @@ def test_a_profiled_step_shows_when_each_group_was_generated_and_scored(disturbe
     groups = {f"group {sample['group_id']}" for sample in disturbed.samples() if sample["step"] == STEPS}
     assert groups
     assert tracks >= groups
-    traces = [directory / "trace.json.gz", *directory.glob("engine-*/trace.json.gz")]
-    assert len(traces) == 2
-    assert all(b"aten::" in gzip.decompress(trace.read_bytes()) for trace in traces)
+    assert b"aten::" in gzip.decompress((directory / "trace.json.gz").read_bytes())
