@@ -39,9 +39,7 @@ def test_the_removal_of_old_runs_keeps_the_others(tmp_path):
             path.touch()
             os.utime(path, (time.time() - days * 86400,) * 2)
     [task] = documents("clean.yaml")
-    command = (
-        task["run"].replace("/shared", str(tmp_path)).replace("exec python", f"exec {shlex.quote(sys.executable)}")
-    )
+    command = task["run"].replace("/shared", str(tmp_path)).replace("python -m", f"{shlex.quote(sys.executable)} -m")
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     assert [run.name for run in (tmp_path / "runs").iterdir()] == ["new"]
