@@ -61,7 +61,7 @@ class Run:
     def metrics(self) -> pandas.DataFrame:
         """The metrics by step: a row a step, a column a metric of docs/metrics.md.
 
-        ``metrics.plot(y="reward_mean").figure.savefig("reward.png")`` draws one into a file, in a script or a notebook.
+        With matplotlib, ``metrics.plot(y="reward_mean").figure.savefig("reward.png")`` draws one into a file.
         """
         import pandas
 

@@ -91,7 +91,7 @@ COMMANDS = {
         QUESTIONS,
         (
             "grpo explain grpo-20260131-120000 --step 57",
-            "grpo explain grpo-20260131-120000 --step 57 --page step-57.html",
+            "grpo explain grpo-20260131-120000 --step 57 --json",
         ),
     ),
     "verify": Program("scripts.explain", QUESTIONS, ("grpo verify grpo-20260131-120000",), "verify"),

@@ -215,7 +215,7 @@ class Agents(Episodes):
     def advice(self) -> str:
         """The command that plays one episode."""
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
-        return f"`grpo evaluate {option} --check` plays one episode"
+        return f"`grpo evaluate {option} --limit 1` plays one episode"
 
 
 def gateway_client(settings: TrainerSettings) -> GatewayClient:
