@@ -271,14 +271,14 @@ class Cluster:
 
     # What a test does to it
 
-    def destroy(self, *nodes: str, noticed_after: float = 2.0) -> None:
+    def destroy(self, *nodes: str) -> None:
         """Takes nodes away as a preemption does: silently, disk included. The controller notices and recovers the task.
 
         Before it does the trainer runs into the silence: steps are shorter, and every step needs every node.
         """
         for node in nodes:
             self._network.cut(node)
-        time.sleep(noticed_after)
+        time.sleep(2)
         for node in nodes:
             task, _, rank = node.rpartition("-")
             processes.end([f"{self._run.mark}/{task}-{rank}"], 0)

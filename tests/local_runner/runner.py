@@ -58,13 +58,12 @@ class Runner:
         self,
         directory: Path,
         *tasks: str,
-        header: str = HEADER,
         arguments: tuple[str, ...] = (),
         stop_seconds: float | None = None,
     ) -> None:
         """Start a runner; ``stop_seconds``, if given, is the time that it gives primary tasks to end."""
         self.directory = directory
-        (directory / "group.yaml").write_text(header + "".join(tasks))
+        (directory / "group.yaml").write_text(HEADER + "".join(tasks))
         start = ["-m", "scripts.grpo", "run"] if stop_seconds is None else ["-c", PATIENT.format(seconds=stop_seconds)]
         command = [sys.executable, *start, "group.yaml", "--run-id", "test", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JOBGROUP_")}

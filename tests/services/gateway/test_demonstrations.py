@@ -22,8 +22,8 @@ def branches_of(model: Path, messages: list[dict[str, Any]], tools: Any = None, 
     return demonstrator.branches([for_template(message) for message in messages], first, tools)
 
 
-def check(trace: dict[str, Any], branches: list[Branch], *, given: str = "") -> None:
-    """Check that branches are a trace's sequences, token for token; ``given`` is what only the template writes."""
+def check(trace: dict[str, Any], branches: list[Branch]) -> None:
+    """Check that branches are a trace's sequences, token for token."""
     recorded = sorted(
         (s["prompt_ids"] + s["completion_ids"], s["prompt_ids"], s["loss_mask"]) for s in trace["sequences"]
     )

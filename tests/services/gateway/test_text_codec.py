@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import TokenizersBackend
 
@@ -71,14 +71,3 @@ def test_a_tokenizer_with_an_encoding_of_its_own_keeps_it() -> None:
     codec = TextCodec(Own(tokenizer_object=small().backend_tokenizer))
     assert codec.encode("<s>abc") == [6]
     assert codec.decode([1, 2]) == "a b"
-
-
-def with_bytes(*decoding: Any) -> TokenizersBackend:
-    """Return a tokenizer with a token for each byte, as SentencePiece has it."""
-    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab", "▁a"]
-    model = BPE({piece: place for place, piece in enumerate(pieces)}, [("▁", "a")], byte_fallback=True)
-    backend = Tokenizer(model)
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence([*decoding, decoders.ByteFallback(), decoders.Fuse()])
-    backend.add_tokens(["<0xyz>", "<t>é"])
-    return TokenizersBackend(tokenizer_object=backend)
