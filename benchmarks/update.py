@@ -30,7 +30,6 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 
 DEADLINE_SECONDS = 500.0
-PRETRAINED = ".cache/models/smollm2-135m"
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def check_model_directory(model: str, setting: str = "MODEL_NAME") -> None:
     """Check that a setting's model exists if it is a path: with ``.``, ``/`` or ``~`` first, or more than one ``/``.
 
     Raises:
-        ConfigurationError: it is a path that does not exist, has a file that cannot be read, or is a delta.
+        ConfigurationError: it is a path that does not exist, or has a file that cannot be read.
     """
     is_path, path = model.startswith((".", "/", "~")) or model.count("/") > 1, Path(model).expanduser()
     try:

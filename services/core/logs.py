@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 # They log every request or connection, which the metrics count already.
-_VERBOSE = ("httpx", "httpx2", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
+_VERBOSE = ("httpx", "httpx2", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub")
 
 
 def configure(component: str, level: str = "info") -> None:
