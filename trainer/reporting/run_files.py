@@ -1,4 +1,4 @@
-"""The files of a run directory: settings, metrics, samples, TensorBoard events, reward curve and summary."""
+"""The files of a run directory: settings, metrics, samples, TensorBoard events and summary."""
 
 from __future__ import annotations
 
