@@ -36,7 +36,7 @@ OTHER_TERMS = {"KL_COEF", "ENTROPY_COEF", "CRITIC", "TEACHER_MODEL", "TEACHER_UR
 """Settings with which groups of equal rewards may teach something, too."""
 ASYNCHRONOUS = {"MODE": "async", "MAX_STALENESS": "1"}
 """The preset of a job group whose forecast it shortens; with it new weights reach engines in place."""
-OF_MODES = {"MODE", "TRAIN_WHILE_GENERATING"}
+OF_MODES = {"MODE", "TRAIN_WHILE_GENERATING", "ENGINE_DETERMINISTIC", "PUBLISH_IN_PLACE"}
 """Settings with which a launch leaves the mode as it is."""
 
 Changes = dict[tuple[str, str], str]

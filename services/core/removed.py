@@ -16,7 +16,6 @@ REMOVED: dict[str, str] = {
     "JUDGE_MAX_TOKENS": 'set JUDGE_ARGS={"max_tokens": 2048}',
     "JUDGE_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: 0.4 of that",
     "JUDGE_SECOND_ORDER": "judge_group asks once for each group, in an order that it draws",
-    "LOG_FORMAT": "every line is text: time, level, component, event, and fields as name=value",
     "PUBLISH_DELTA": "every version has all weights; PUBLISH_TRANSPORT=broadcast sends them past a slow volume, and "
     "LORA_RANK makes versions small",
     "REPLAY_CAPACITY": "the replay-buffer keeps 100,000 groups, of which REPLAY_MAX_STALENESS bounds the age",

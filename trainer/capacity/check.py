@@ -24,7 +24,17 @@ from services.engines.settings import EngineKind, RolloutSettings
 from services.engines.sglang import GRAPH_BYTES, graph_sequences
 from trainer.capacity.need import CUDA_CONTEXT, ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
-from trainer.capacity.work import USABLE, Limits, Machine, VolumeRoom, choose, find_limits, plan_records, work_of
+from trainer.capacity.work import (
+    USABLE,
+    Limits,
+    Machine,
+    VolumeRoom,
+    choose,
+    find_limits,
+    has_rows,
+    plan_records,
+    work_of,
+)
 from trainer.config import Layout, TrainerSettings
 from trainer.model.loading import choose_compute, choose_layout, load_config
 from trainer.model.ranks import Ranks
@@ -64,12 +74,14 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
         DiskFullError: the volume has too little for a run that has a checkpoint: it had enough before.
     """
     check_context(settings, shape, machine)
-    work = chosen_work(settings, shape, machine)
-    if work.device == "cpu" and work.checkpointing == "selective":
+    is_on_cpu = not machine.limits.device
+    if settings.activation_checkpointing == "selective" and (is_on_cpu or has_rows(settings, shape)):
+        reason = "this machine has no GPU" if is_on_cpu else "LAYOUT is rows, whose layers are not compiled"
         raise ConfigurationError(
-            "ACTIVATION_CHECKPOINTING is selective, but this machine has no GPU, for which the compiler chooses what "
-            "to recompute; set true, false or auto"
+            f"ACTIVATION_CHECKPOINTING is selective, where the compiler chooses what to recompute, but {reason}; set "
+            "true, false or auto"
         )
+    work = chosen_work(settings, shape, machine)
     need = needed(shape, work)
     _log(settings, work, need, machine.limits)
     if machine.engine is not None and not machine.engine.tokens:

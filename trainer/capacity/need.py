@@ -76,6 +76,8 @@ class Work:
     """States whose logits exist at the same time."""
     compute_bytes: int
     """Bytes of a number in forward and backward passes."""
+    has_rows: bool
+    """Micro-batches are rows, which layers compute that are not compiled."""
     published_bytes: int
     """Bytes of a published number."""
     published_copies: int
@@ -301,7 +303,7 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
     other factor and their product. It computes norms again from the scale of each token or head, which is a float32.
     A mixture also keeps a state before and after each of a token's experts, with the experts' numbers and places.
     """
-    if work.device == "cpu":
+    if work.device == "cpu" or work.has_rows:
         return uncompiled_layer_bytes(shape, work)
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0

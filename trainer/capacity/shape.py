@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.core.errors import ConfigurationError, first_line
+from trainer.model.attention import obstacle_to_trees
 from trainer.model.loading import decoder_layers
 
 
@@ -39,6 +40,8 @@ class ModelShape:
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
     is_bfloat16: bool
     """True when the checkpoint has bfloat16 numbers, by its configuration."""
+    needs_rows: bool = False
+    """True when the model cannot be computed over trees of tokens."""
     teachers: tuple[ModelShape, ...] = ()
     """Frozen models that a run keeps beside this one, which it trains."""
 
@@ -77,6 +80,7 @@ class ModelShape:
             root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
+            needs_rows=bool(obstacle_to_trees(config)),
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from services.core.machine import host_memory, memory_directory
 from trainer.capacity.need import ENGINE_ASLEEP, EngineBeside, Work, needed
 from trainer.capacity.shape import ModelShape
-from trainer.config import CriticModel, PublishedType, TrainerSettings, Transport
+from trainer.config import CriticModel, Layout, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import Checkpointing, RecordGroups
 from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 
@@ -113,6 +113,12 @@ USABLE = 0.94
 """Share of a GPU's memory that can be filled; the rest is lost between blocks."""
 
 
+def has_rows(settings: TrainerSettings, shape: ModelShape) -> bool:
+    """Return whether LAYOUT makes micro-batches of rows for a model and its teachers."""
+    needs_rows = any(model.needs_rows for model in (shape, *shape.teachers))
+    return settings.layout is Layout.ROWS or (settings.layout is Layout.AUTO and needs_rows)
+
+
 def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
     """Return the work of a run, on a flat mesh and without activation checkpointing."""
     memory, ranks = machine.limits.device, machine.nodes * machine.ranks_per_node
@@ -130,6 +136,7 @@ def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> W
         micro_batch_tokens=settings.micro_batch_tokens,
         chunk_states=_chunk_states(shape, memory),
         compute_bytes=machine.compute_bytes,
+        has_rows=has_rows(settings, shape),
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
         published_copies=2 if is_sent and not settings.lora_rank else 1,
         shares_versions=is_shared and not memory,
@@ -205,6 +212,8 @@ def _ways(settings: TrainerSettings, work: Work) -> Iterator[Work]:
     smaller = replace(work, micro_batch_tokens=half, tokens=max(_longest(settings), min(half, work.tokens)))
     halves = [smaller] if "micro_batch_tokens" not in settings.model_fields_set else []
     by_checkpointing: dict[Checkpointing, list[Work]] = {False: [work], "selective": [work, *halves], True: [work]}
+    if work.has_rows:
+        by_checkpointing = {False: [work, *halves], True: [work]}  # nothing is compiled
     for replicas in dict.fromkeys((work.nodes, 1)):
         for checkpointing, sizes in by_checkpointing.items():
             if asked not in ("auto", checkpointing):

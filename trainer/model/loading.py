@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from services.core import machine
 from services.core.errors import ConfigurationError
@@ -83,6 +84,8 @@ def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]
         raise ConfigurationError(
             f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree, and {reason}; set it to 1"
         )
+    if is_rows and settings.attention_kernel == "flash":
+        raise ConfigurationError("ATTENTION_KERNEL=flash needs LAYOUT=tree; set it to triton")
     return Layout.ROWS if is_rows else Layout.TREE
 
 
@@ -145,9 +148,18 @@ def load_description(settings: TrainerSettings, digest: str) -> Description:
 
 
 def with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
-    """Return the model in PEFT's wrapper, with new LoRA adapters on every linear layer but the output head."""
+    """Return the model in PEFT's wrapper, with new LoRA adapters on every linear layer but the output head.
+
+    Raises:
+        ConfigurationError: the model's layers are of another kind.
+    """
     from peft import LoraConfig, get_peft_model
 
+    if any(isinstance(part, Conv1D) for part in model.modules()):
+        raise ConfigurationError(
+            f"LORA_RANK: {model.config.model_type} keeps its matrices the other way round, and adapters of those are "
+            "not merged right; train it with LORA_RANK=0"
+        )
     # Every rank creates adapters with the same seed; rank 0 sends its own to the others with the weights.
     torch.manual_seed(settings.seed)
     config = LoraConfig(

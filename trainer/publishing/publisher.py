@@ -88,6 +88,8 @@ class Publisher:
         writes = 0
         if self.broadcaster is not None and self.broadcaster.backend == "nccl":
             self.services.call(self._compare_nccl(installed_nccl()), interruptible=True)
+            if self.broadcaster is None:
+                self.writer.written = None  # A thread may still write what would have been sent.
         while True:
             if self.writer.written != version:
                 self._write(version)

@@ -18,7 +18,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
 from trainer.capacity.check import REMEDIES, check, compare_asleep, engine_beside, preflight
-from trainer.capacity.need import GIB, EngineBeside, Work, needed
+from trainer.capacity.need import GIB, EngineBeside, Work, needed, stored_bytes
 from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import Limits, Machine, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
@@ -404,3 +404,13 @@ def test_what_a_sleeping_engine_keeps_is_compared_with_what_was_assumed(
         compare_asleep(given, replace(alone, device=torch.device("cuda", 0)))
     [line] = logged
     assert (line["log_level"], line["held"], line["assumed"]) == (level, f"{gigabytes} GiB", "3.5 GiB")
+
+
+def test_rows_are_counted_without_a_compiler() -> None:
+    shape, machine = replace(SHAPES["0.5B"], needs_rows=True), Machine(1, 1, 2, ROOM)
+    assert check(settings(), shape, machine).has_rows
+    assert not chosen("0.5B", 1, 1).has_rows
+    rows, trees = (work_of(settings(layout=layout), shape, machine) for layout in ("rows", "tree"))
+    assert stored_bytes(shape, rows) > stored_bytes(shape, trees)
+    with pytest.raises(ConfigurationError, match="ACTIVATION_CHECKPOINTING is selective"):
+        check(settings(activation_checkpointing="selective"), shape, machine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.job import ROOT
-from benchmarks.update import PRETRAINED, Work, run
+from benchmarks.update import Work, run
 from trainer.capacity.need import PROCESSOR_PROCESS_BYTES, needed
 from trainer.capacity.shape import ModelShape
 from trainer.capacity.work import Limits, Machine, work_of
@@ -15,9 +15,9 @@ from trainer.model.loading import load_config
 
 @pytest.mark.slow
 def test_a_trainer_of_135_million_parameters_takes_the_memory_that_the_preflight_says() -> None:
-    model = ROOT / PRETRAINED
+    model = ROOT / ".cache/models/smollm2-135m"
     if not model.is_dir():
-        pytest.skip(f"needs {PRETRAINED}, which `make demo` makes")
+        pytest.skip(f"needs {model}, which `make demo` makes")
     tokens = 32
     (measured,) = run(Work(str(model), 1, 8, 100, tokens, rounds=1), 1, 1)
     settings = TrainerSettings.load(model_name=str(model), micro_batch_tokens=100 + 8 * (tokens - 1))

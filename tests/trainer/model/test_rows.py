@@ -21,7 +21,7 @@ from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.config import Layout, TrainerSettings
 from trainer.model.learner import Learner
-from trainer.model.loading import choose_layout, decoder_layers
+from trainer.model.loading import choose_layout, decoder_layers, with_adapters
 from trainer.model.logprobs import check_logits
 from trainer.model.micro_batching import MOST_PADDING, share_out_rows
 from trainer.model.policy import Policy, load_policy
@@ -152,6 +152,11 @@ def test_logits_of_a_models_own_way_are_refused(model: Path) -> None:
     head.register_forward_hook(lambda _module, _inputs, logits: logits * 1.01)
     with pytest.raises(ConfigurationError, match="logits"):
         check_logits(loaded)
+
+
+def test_adapters_of_transposed_matrices_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="LORA_RANK: gpt2"):
+        with_adapters(model_of("gpt2"), TrainerSettings(lora_rank=2))
 
 
 def test_layers_are_those_that_a_model_says_must_not_be_split() -> None:
