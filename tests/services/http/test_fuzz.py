@@ -28,8 +28,10 @@ TAKE_ANYTHING = (
     "/{response_id}",
     "/finish",
     "/trace",
+    "/groups",
+    "/queue",
 )
-"""Ends of the paths that take nothing, or only a session's id, which any text may be."""
+"""Ends of paths that take nothing, only a session's id, which any text may be, or bytes that no schema describes."""
 
 
 @pytest.mark.slow
