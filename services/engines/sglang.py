@@ -7,11 +7,11 @@ import math
 import os
 import shlex
 import sys
-import tarfile
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Self
+from zipfile import BadZipFile, ZipFile
 
 from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
@@ -192,13 +192,13 @@ class EngineKernels:
     def load(self) -> None:
         """Add the file's kernels to the directory; warn if it cannot be used, because SGLang then compiles."""
         try:
-            with tarfile.open(fileobj=BytesIO(read_signed(self.file, self.token))) as archive:
+            with ZipFile(BytesIO(read_signed(self.file, self.token))) as archive:
                 # Another run's engine on this machine may have loaded a file that is there.
-                new = [one for one in archive.getmembers() if not (self.directory / one.name).exists()]
-                archive.extractall(self.directory, new, filter="data")
+                new = [name for name in archive.namelist() if not (self.directory / name).exists()]
+                archive.extractall(self.directory, new)
         except FileNotFoundError:
             return
-        except (OSError, ValueError, tarfile.TarError) as error:
+        except (OSError, ValueError, BadZipFile) as error:
             log.warning("kept kernels not used; SGLang compiles again", file=str(self.file), reason=str(error))
         else:
             log.info("kernels of engines loaded", file=str(self.file), files=len(new))
@@ -207,9 +207,9 @@ class EngineKernels:
         """Write all kernels of the directory; warn if they cannot be written. Builds in progress are left out."""
         content = BytesIO()
         try:
-            with tarfile.open(fileobj=content, mode="w") as archive:
+            with ZipFile(content, "w", strict_timestamps=False) as archive:
                 for path in sorted(self.directory.glob("*/*/build-*/deps-*/*")):
-                    archive.add(path, path.relative_to(self.directory))
+                    archive.write(path, path.relative_to(self.directory))
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_signed(self.file, content.getvalue(), self.token)
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_a_pod_that_does_not_end_costs_neither_the_model_nor_the_reason_of_a_fai
     shutil.rmtree(cluster / "work/runs")
     code, said = fetch("grpo-1", failing="launch down")
     assert code == 33, said
-    assert "scripts/fetch.yaml ended with 1; repeat the command" in said
+    assert f"{shlex.quote(str(ROOT / 'scripts/fetch.yaml'))} ended with 1; repeat the command" in said
 
 
 @needs_rsync

@@ -51,7 +51,8 @@ def test_a_file_that_others_wrote_is_a_warning_and_no_kernel(pods: list[EngineKe
     first, second = pods
     first.keep()
     whole = first.file.read_bytes()
-    for content in (whole[:-600] + bytes([whole[-600] ^ 1]) + whole[-599:], whole[:50], b""):
+    half = len(whole) // 2
+    for content in (whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :], whole[:50], b""):
         first.file.write_bytes(content)
         with structlog.testing.capture_logs() as logs:
             second.load()
