@@ -21,7 +21,7 @@ HEADS = {64: (14, 2), 128: (32, 8)}
 ROW = Work("", prompts=4, group_size=8, prompt_tokens=100, completion_tokens=498)
 """A row of 16,384 tokens, with its padding."""
 SECONDS = 3.0
-"""How long each pass is repeated."""
+"""Time for which each pass is repeated."""
 
 TRITON = KERNELS["triton"]
 SMALL_BACKWARD = {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")}

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 TRAINER = "ppo-trainer"
 SUMS = [{"question": f"{a}+1=", "answer": f"{a + 1}"} for a in (1, 2, 3)]
 READS = {"envs": {"REWARD_FN": "", "DATASET": ""}}
-"""What else a reward-server and a data-server would read."""
+"""Settings that a reward-server and a data-server would read, too."""
 TRAINS = """
 import json, os
 from pathlib import Path

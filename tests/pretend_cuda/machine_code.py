@@ -30,7 +30,7 @@ from benchmarks.update import Work
 from trainer.algorithm.attention_layout import TILE, tiles
 
 REGISTERS, SHARED, WARP = 65_536, 227 * 1024, 32
-"""Of an H100's multiprocessor: registers, and bytes of shared memory; and threads of a warp."""
+"""Registers and bytes of shared memory of an H100's multiprocessor, and threads of a warp."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a GPU node lacks to compile kernels, and what lets an engine find the tools of its own environment."""
+"""A GPU node that cannot compile kernels is refused, and an engine finds the tools of its own environment."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What a model makes of the products of its states and output embedding: cap tanh(scale (x + bias) / cap)."""
+    """The function from the product x of states and output embedding to logits: cap tanh(scale (x + bias) / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -156,7 +156,7 @@ class Lesson:
     beta: float
     """See ``jensen_shannon`` in trainer/algorithm/teachers.py."""
     form: LogitForm = field(default_factory=LogitForm)
-    """What the teacher makes of hidden weight^T."""
+    """The function from hidden weight^T to the teacher's logits."""
 
 
 def divergence(
