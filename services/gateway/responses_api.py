@@ -166,8 +166,9 @@ def _referred(session: Session, reference: _ItemReference) -> _Message | _Functi
     item = next((item for item in earlier if item["id"] == reference.id), None)
     if item is None:
         refuse(400, f"session {session.id} has no item {reference.id}; send the item itself", "item_not_found")
-    kinds = {"message": _Message, "function_call": _FunctionCall, "reasoning": _Reasoning}
-    return kinds[item["type"]].model_validate(item)
+    if item["type"] == "reasoning":
+        return _Reasoning.model_validate(item)
+    return _Message.model_validate(item) if item["type"] == "message" else _FunctionCall.model_validate(item)
 
 
 def _reply(completion: dict[str, Any], request: ChatRequest) -> dict[str, Any]:

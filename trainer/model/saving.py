@@ -139,7 +139,7 @@ def keep_untrained(policy: Policy, settings: TrainerSettings) -> None:
             f"MODEL_NAME: {name} is an image model whose vision tower cannot be kept, because its files are not "
             "safetensors; give a checkpoint that has them, or its language model alone"
         )
-    kept = {}
+    kept: dict[str, Tensor] = {}
     for file, names in files.items():
         with safe_open(str(cached_file(name, file)), framework="pt") as opened:
             kept |= {tensor: opened.get_tensor(tensor) for tensor in names}
