@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -36,9 +37,12 @@ class Description:
     """The configuration and tokenizer of MODEL_NAME, and the digest of its weights."""
 
     config: PretrainedConfig
+    """That of the whole checkpoint, which may be an image model's."""
     tokenizer: PreTrainedTokenizerBase
     weights_digest: str
     """See the function of this name."""
+    untrained: Path | None = None
+    """The file with the tensors of an image model that the trainer does not load, such as its vision tower."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -60,13 +64,14 @@ def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
 
 
 def load_config(settings: TrainerSettings) -> PretrainedConfig:
-    """Load MODEL_NAME's configuration.
+    """Load MODEL_NAME's configuration; of an image model, that of its language model, which alone is trained.
 
     Raises:
         ConfigurationError: it cannot be loaded.
     """
     with _as_configuration_error(settings.model_name):
-        return AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+        return config.get_text_config()
 
 
 def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]) -> Layout:
