@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
 import sqlite3
@@ -78,10 +77,3 @@ async def test_damage_that_shows_while_it_runs_makes_the_gateway_unhealthy(
         health = await running.client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
         monkeypatch.undo()
-
-
-async def test_sessions_of_an_earlier_format_are_refused(tmp_path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(tmp_path / "gateway.sqlite")) as database:
-        database.execute("CREATE TABLE sessions (id TEXT PRIMARY KEY)")
-    with pytest.raises(ConfigurationError, match=r"its format is 0, this program reads 3.*begin a new run"):
-        await Store(tmp_path).open()

@@ -12,11 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from services.core.errors import DependencyLostError
 from services.gateway.store import Store
-from services.http import database
 from services.http.problems import ProblemError
 from tests.services.gateway.conftest import Running, StartGateway
 
@@ -104,14 +100,3 @@ async def test_a_damaged_record_costs_its_session_alone(gateway: StartGateway, t
             assert (status, "session bad is damaged" in detail) == (500, True)
         assert (await running.client.delete("/sessions/bad")).status_code == 204
         assert (await running.client.get("/sessions/bad")).status_code == 404
-
-
-async def test_a_second_gateway_is_refused_and_the_first_one_goes_on(
-    gateway: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
-    async with gateway(answers=["Hi."]) as running:
-        path = await running.open()
-        with pytest.raises(DependencyLostError, match="another process uses"):
-            await Store(tmp_path / "gateway").open()
-        assert (await post(running, path, said(1)))[0] == 200
