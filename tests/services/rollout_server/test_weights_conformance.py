@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import DependencyLostError
 from services.engines.engine import Engine, WorkerRefusedError
-from services.protocol.rewards import FinishReason
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.ports import free_ports
 from tests.services.rollout_server.conftest import PROBE, logprobs_by
@@ -181,27 +180,6 @@ async def test_a_pause_that_aborts_gives_back_what_there_is(worker: Engine, flig
         if all(reply["meta_info"]["finish_reason"]["type"] == "abort" for reply in replies):
             return
     pytest.fail("no request was aborted")
-
-
-async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: Engine, flight: Flight) -> None:
-    pending = flight.start()
-    await asyncio.sleep(0.05)
-    await worker.pause("retract")
-    await worker.resume()
-    for reply in await pending:
-        assert len(reply["output_ids"]) == 240
-        check_logprobs(server.model, reply)
-
-
-async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: Engine) -> None:
-    async with client(server) as rollouts:
-        pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
-        await asyncio.sleep(0.05)
-        await worker.pause("abort")
-        await worker.resume()
-        completions = await pending
-    assert len(completions) == 4
-    assert all(completion.finish_reason is not FinishReason.ABORT for completion in completions)
 
 
 async def test_weights_come_by_broadcast(server: Nodes, worker: Engine, other_model: Path) -> None:
