@@ -21,7 +21,7 @@ from services.environment_server.app import create_app
 from services.environment_server.games import GuessingGame
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import StepStatus
-from tests.services.clients.playing import begun, step
+from tests.services.clients.playing import begun, guess, step
 from tests.services.environment_server import odd_environments
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -34,15 +34,6 @@ AT_ONCE = 8
 def replays() -> float:
     """Return how many episodes of this process have begun again elsewhere."""
     return REGISTRY.get_sample_value("client_episodes_replayed_total") or 0.0
-
-
-def guess(messages: list[dict[str, Any]]) -> str:
-    """Bisect the numbers from 1 to 100, beginning at a place that depends on the conversation alone."""
-    low, high = 1, 100
-    for number, answer in zip(messages[1::2], messages[2::2], strict=True):
-        value = int(number["content"])
-        low, high = (value + 1, high) if answer["content"] == "Higher." else (low, value - 1)
-    return str((low + high) // 2)
 
 
 async def undisturbed(seed: int) -> tuple[float, Any]:
