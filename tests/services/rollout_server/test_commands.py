@@ -34,6 +34,7 @@ BIND, ROUTER, METRICS = (Endpoint("0.0.0.0", port) for port in (30001, 30000, 29
 @pytest.fixture(autouse=True)
 def no_job_group(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = (
+        "CUDA_VISIBLE_DEVICES",
         "BATCH_SIZE",
         "GROUP_SIZE",
         "TORCH_NCCL",
@@ -284,12 +285,6 @@ MODELS = {
     "Qwen3-32B": (64, 8, 25600, 65_524_246_528),
     "Llama-3.3-70B": (64, 8, 28672, 141_107_412_992),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "SGLANG_TP_SIZE", "SGLANG_EXTRA_FLAGS", "JOBGROUP_ENDPOINTS", "ENGINE_DTYPE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def model(directory: Path, name: str, **more: Any) -> str:
