@@ -222,13 +222,13 @@ def lengths_of(outcomes: Outcomes) -> torch.Tensor:
 
 
 def test_kl_in_the_reward_of_an_episode_is_that_of_the_sampled_tokens_of_all_its_sequences() -> None:
-    masked = experience(0.0, episode=1, loss_mask=[True, False])
+    masked = experience(0.0, episode=1, logprobs=[-9.0, -0.5], loss_mask=[False, True])
     settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
     made = Objective(settings).training_group(group(experience(1.0, episode=0), masked, experience(1.0, episode=0)))
     (trained,) = Objective(settings).with_advantages([made], reference=[[[-1.0, -2.0], [-3.0], [-0.5, -4.5]]])
     first, second = 1.0 - 0.1 * (0.5 + 1.5 + 0.0 + 4.0), 0.0 - 0.1 * 2.5
     half = (first - second) / 2
-    assert [s.advantages[0] for s in trained.sequences] == pytest.approx([half, -half, half])
+    assert [s.trained(s.advantages)[0] for s in trained.sequences] == pytest.approx([half, -half, half])
 
 
 def test_a_continued_completion_is_as_old_as_its_oldest_token_and_corrected_token_by_token() -> None:
