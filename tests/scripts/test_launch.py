@@ -214,12 +214,6 @@ def test_engines_on_the_trainers_gpus_have_the_room_that_is_left(tmp_path: Path)
     assert "ENGINE_MAX_TOTAL_TOKENS" in refused(tmp_path, *given, "--env", f"ENGINE_MAX_TOTAL_TOKENS={3 * tokens}")
 
 
-def test_several_nodes_and_adapters_take_versions_from_the_volume(tmp_path: Path) -> None:
-    for arguments in (["--trainer-nodes", "2"], ["--env", "LORA_RANK=32"]):
-        _, text = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--env", "COLOCATE=true", *arguments)
-        assert skypilot.values(text)["ppo-trainer", "envs.PUBLISH_TRANSPORT"] == "disk"
-
-
 def test_options_win_over_the_preset_and_stock_leaves_it_out(tmp_path: Path) -> None:
     given = ["BATCH_SIZE=8", "GROUP_SIZE=4", "PUBLISH_TRANSPORT=disk", "DROP_EQUAL_GROUPS=false", "MODE=sync"]
     given = [part for setting in given for part in ("--env", setting)]

@@ -43,14 +43,21 @@ def chosen(label: str, nodes: int, gpus: int, limits: Limits = ROOM, **given: An
     return check(settings(**given), SHAPES[label], Machine(nodes, gpus, 2, limits))
 
 
-def test_a_small_model_gathers_once_a_step_and_replicates_between_nodes() -> None:
-    work = chosen("0.5B", 2, 8)
-    assert (work.replicas, work.checkpointing, work.frees_parameters) == (2, False, False)
-
-
-def test_a_large_model_recomputes_a_part_of_its_layers_and_stays_within_a_node() -> None:
-    work = chosen("8B", 2, 8)
-    assert (work.replicas, work.checkpointing, work.frees_parameters) == (2, "selective", True)
+@pytest.mark.parametrize(
+    ("label", "nodes", "gpus", "given", "expected"),
+    [
+        ("0.5B", 2, 8, {}, (2, False, False)),
+        ("0.5B", 1, 8, {"activation_checkpointing": True, "shard_parameters": True}, (1, True, True)),
+        ("8B", 2, 8, {}, (2, "selective", True)),
+        ("8B", 4, 2, {}, (1, "selective", True)),
+    ],
+    ids=["a small model gathers once", "what the user said", "a large model", "a state that one node cannot hold"],
+)
+def test_replicas_recomputation_and_gathering_are_those_of_model_and_machine(
+    label: str, nodes: int, gpus: int, given: dict[str, Any], expected: Any
+) -> None:
+    work = chosen(label, nodes, gpus, **given)
+    assert (work.replicas, work.checkpointing, work.frees_parameters) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,10 +93,6 @@ def test_a_cpu_cannot_recompute_what_a_compiler_chooses() -> None:
         chosen("0.5B", 1, 1, laptop, activation_checkpointing="selective")
 
 
-def test_a_state_that_one_node_cannot_hold_is_sharded_over_all() -> None:
-    assert chosen("8B", 4, 2).replicas == 1
-
-
 def test_a_state_that_no_gpu_holds_is_kept_in_host_memory() -> None:
     """32B on a node of eight: 16 bytes a parameter, and a checkpoint's copy of 12."""
     shape, node = ModelShape.of(CONFIGS["32B"][1]), Machine(1, 8, 2, replace(ROOM, host=2000 * GIB, volume=8000 * GIB))
@@ -111,11 +114,6 @@ def test_passes_in_float32_keep_half_of_the_masters_of_rounded_weights(compute: 
     work = replace(chosen("0.5B", 1, 8), compute_bytes=compute, published_bytes=publish)
     of_rank = needed(SHAPES["0.5B"], work).device
     assert of_rank.get("lower halves of masters", 0) == kept * SHAPES["0.5B"].parameters // 8
-
-
-def test_what_the_user_said_is_done() -> None:
-    work = chosen("0.5B", 1, 8, activation_checkpointing=True, shard_parameters=True)
-    assert (work.checkpointing, work.frees_parameters) == (True, True)
 
 
 def test_a_cpu_with_little_memory_for_long_micro_batches_is_warned_and_may_run() -> None:
