@@ -1,12 +1,11 @@
-"""The models to evaluate, named by hub name or directory, or as the training run that wrote them."""
+"""The model to evaluate, named by hub name or directory, or as the training run that wrote it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
@@ -22,7 +21,7 @@ _PIECE_APART = 1 << 18
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model, its name in reports, and its training step, its place among several."""
+    """A model, its name in reports, and its training step."""
 
     name: str
     model: str
@@ -63,21 +62,16 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
 
-def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
-    """Return the checkpoints that a command names, ordered by step if all have one.
+def resolve(model: str | None, run_dir: Path | None) -> Checkpoint:
+    """Return the checkpoint that a command names: a model, or else a run's last one.
 
     Raises:
         ConfigurationError: a directory is not a whole model, or a run has none.
     """
-    resolved = [_checkpoint(model) for model in models]
-    if run_dir is not None:
-        resolved += _of_run(run_dir)
-    if len({checkpoint.name for checkpoint in resolved}) < len(resolved):
-        # runs/a/model and runs/b/model: the directories above tell them apart.
-        resolved = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in resolved]
-    if all(checkpoint.step is not None for checkpoint in resolved):
-        resolved.sort(key=lambda checkpoint: checkpoint.step or 0)
-    return resolved
+    if model is not None:
+        return _checkpoint(model)
+    assert run_dir is not None, "a command names a model or a run"
+    return _of_run(run_dir.resolve())
 
 
 def file_name(text: str) -> str:
@@ -102,25 +96,17 @@ def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
     )
 
 
-def _of_run(run_dir: Path) -> list[Checkpoint]:
-    run_dir = run_dir.resolve()
-    published = PolicyStore(run_dir / "policy").published()
-    resolved = [
-        Checkpoint(policy.path.name, str(policy.path), policy.version)
-        for policy in published
-        if not is_adapter(policy.path)
-    ]
+def _of_run(run_dir: Path) -> Checkpoint:
     model = run_dir / "model"
     if (model / CONFIG).is_file():
-        final = Checkpoint("model", str(model), _step(model))
-        # The last published policy is the trained model.
-        if final.step is None or final.step not in {checkpoint.step for checkpoint in resolved}:
-            resolved.append(final)
-    if not resolved and published and is_adapter(published[-1].path):
-        raise _adapter_refusal("run", published[-1].path)
-    if not resolved:
+        return Checkpoint("model", str(model), _step(model))
+    published = PolicyStore(run_dir / "policy").published()
+    if not published:
         raise ConfigurationError(f"{str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
-    return resolved
+    last = published[-1]
+    if is_adapter(last.path):
+        raise _adapter_refusal("run", last.path)
+    return Checkpoint(last.path.name, str(last.path), last.version)
 
 
 def _step(path: Path) -> int | None:

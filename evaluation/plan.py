@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -127,19 +127,21 @@ def in_job_group() -> bool:
 
 
 class Plan:
-    """The checkpoints to evaluate, the settings, the servers, and the directory of the results."""
+    """The checkpoint to evaluate, the settings, the servers, and the directory of the results."""
 
     def __init__(
         self,
         settings: EvaluationSettings,
         *,
-        models: Sequence[str] = (),
+        model: str | None = None,
         run_dir: Path | None = None,
         servers: ServerOptions | None = None,
         output: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """Make a plan from the options of the command line; ``variables`` are those of --env and --env-file.
+
+        The model is the one given, else the last one of the run in ``run_dir``, else MODEL_NAME.
 
         Raises:
             ConfigurationError: options contradict each other, or a model or agent does not exist.
@@ -152,17 +154,28 @@ class Plan:
         self.servers.check(self.gpus_each)
         self.dataset = str(settings.sources) if settings.sources else DataSettings.load().dataset
         self.sources, self.left_out = _asked(settings, self.variables)
-        self.checkpoints = _checkpoints(models or ([] if run_dir else [settings.model_name]), run_dir, self.servers)
+        if model and run_dir:
+            raise ConfigurationError(f"a run, {run_dir}, and --model {model} are both given; leave one out")
+        self.checkpoint = self._checkpoint(model or (None if run_dir else settings.model_name), run_dir)
         self.agents = {name: self._agent_of(own) for name, own in self.sources.items()}
-        self.output = (output or settings.eval_output / self._name(run_dir)).resolve()
+        self.output = (output or settings.eval_output / self._name).resolve()
 
-    def _name(self, run_dir: Path | None) -> str:
-        """Return the name of the results' directory, for those who give none."""
-        of_several = run_dir.resolve().name if run_dir else f"{len(self.checkpoints)}-models"
-        name = self.checkpoints[0].long_name if len(self.checkpoints) == 1 else of_several
-        return "-".join(
-            [name, Path(self.dataset).stem, self.settings.eval_split, *(["agent"] if self.settings.has_agent else [])]
-        )
+    def _checkpoint(self, model: str | None, run_dir: Path | None) -> Checkpoint:
+        """Return the checkpoint, which need not be a directory of this machine where the servers are elsewhere.
+
+        Raises:
+            ConfigurationError: it does not exist.
+        """
+        is_on_volume = self.servers.starts is Scheduler.SKYPILOT and (model or "").startswith(VOLUME)
+        if model and (self.servers.endpoint or is_on_volume):
+            return Checkpoint(checkpoints.file_name(model), model)
+        return checkpoints.resolve(model, run_dir)
+
+    @property
+    def _name(self) -> str:
+        """The name of the results' directory, for those who give none."""
+        words = [self.checkpoint.long_name, Path(self.dataset).stem, self.settings.eval_split]
+        return "-".join([*words, *(["agent"] if self.settings.has_agent else [])])
 
     def _agent_of(self, settings: EvaluationSettings) -> Agent | None:
         """Return the agent of a source; None without one, and where the whole evaluation runs elsewhere.
@@ -181,17 +194,13 @@ class Plan:
             return None
         return Program(settings.agent_command) if settings.agent_command else load_agent("AGENT", settings.agent)
 
-    def directory(self, checkpoint: Checkpoint) -> Path:
-        """Return the directory of a model's samples and results."""
-        return self.output if len(self.checkpoints) == 1 else self.output / checkpoint.name
-
-    def examples(self, model: str) -> dict[str, Examples]:
-        """Load the prompts of each source, with the token ids of ``model`` where the servers take them.
+    def examples(self) -> dict[str, Examples]:
+        """Load the prompts of each source, with the model's token ids where the servers take them.
 
         Raises:
-            ConfigurationError: a dataset or the tokenizer of ``model`` cannot be loaded.
+            ConfigurationError: a dataset or the model's tokenizer cannot be loaded.
         """
-        settings = DataSettings.load(model_name=None if self.servers.endpoint else model)
+        settings = DataSettings.load(model_name=None if self.servers.endpoint else self.checkpoint.model)
         loaded = settings.of_sources(
             lambda own, source: self._load(own, source) if source.name in self.sources else None
         )
@@ -215,11 +224,11 @@ class Plan:
         recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
         return Examples(prompts, sum(map(len, chosen)), too_long, {**recipe, "split": split})
 
-    def identity(self, checkpoint: Checkpoint, examples: Mapping[str, Examples]) -> dict[str, Any]:
+    def identity(self, examples: Mapping[str, Examples]) -> dict[str, Any]:
         """Return everything that a sample depends on; the numbers of prompts and of samples may change."""
         rewards = RewardSettings.load().by_source()
         own = {name: self._identity(self.sources[name], of, rewards[name]) for name, of in examples.items()}
-        return {"weights": checkpoint.fingerprint(), **own.get("", {"sources": own})}
+        return {"weights": self.checkpoint.fingerprint(), **own.get("", {"sources": own})}
 
     def _identity(self, settings: EvaluationSettings, examples: Examples, rewards: RewardSettings) -> dict[str, Any]:
         """Return everything but the model that a sample of a source depends on."""
@@ -258,19 +267,3 @@ def _asked(
             "--dataset, or serve the model by services.rollout_server and play it by grpo trajectories"
         )
     return asked, [name for name in played if played[name]]
-
-
-def _checkpoints(models: Sequence[str], run_dir: Path | None, servers: ServerOptions) -> list[Checkpoint]:
-    """Return the checkpoints to evaluate.
-
-    Raises:
-        ConfigurationError: one does not exist, or running servers cannot serve them.
-    """
-    is_on_cluster = servers.starts is Scheduler.SKYPILOT
-    elsewhere = [model for model in models if servers.endpoint or (is_on_cluster and model.startswith(VOLUME))]
-    others = [model for model in models if model not in elsewhere]
-    found = [Checkpoint(checkpoints.file_name(model), model) for model in elsewhere]
-    found += checkpoints.resolve(others, run_dir) if others or run_dir else []
-    if servers.starts is None and len(found) > 1:
-        raise ConfigurationError(f"running servers have one model, but {len(found)} are given; give one")
-    return found

@@ -194,27 +194,26 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
     return figures
 
 
-def show(console: Console, everything: Sequence[Results]) -> None:
-    """Print a table of all models, and tables by source and by category for each model that has them."""
-    first = everything[0]
-    names = [results.name for results in everything]
-    table = Table("", *names, title=first.title, title_justify="left")
-    for label in dict.fromkeys(label for results in everything for label in results.rows):
-        table.add_row(label, *(results.rows.get(label, "-") for results in everything))
+def show(console: Console, results: Results) -> None:
+    """Print the table of a model, and its tables by source and by category."""
+    table = Table("", results.name, title=results.title, title_justify="left")
+    for row in results.rows.items():
+        table.add_row(*row)
     console.print(table, soft_wrap=False)
-    for results in everything:
-        for kind, parts in (("source", results.sources), ("category", results.categories)):
-            if parts:
-                console.print(_table_by(kind, parts, results), soft_wrap=False)
-    if reasons := sorted({reason for results in everything for reason in results.left_out}):
-        counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
+    for kind, parts in (("source", results.sources), ("category", results.categories)):
+        if parts:
+            console.print(_table_by(kind, parts, results), soft_wrap=False)
+    if results.left_out:
+        counts = ", ".join(f"{results.left_out[reason]} {reason}" for reason in sorted(results.left_out))
         console.print(f"left out: {counts}", style="yellow")
-    if not all(results.metrics for results in everything):
+    if not results.metrics:
         console.print(f"no accuracy: {UNDECIDED}", style="yellow")
-    if first.not_given:
-        console.print(f"the server does not give: {', '.join(first.not_given)}", style="yellow")
-    if over_limit := sum(results.over_limit for results in everything):
-        console.print(f"counted as wrong, over a limit (samples.jsonl says which): {over_limit}", style="yellow")
+    if results.not_given:
+        console.print(f"the server does not give: {', '.join(results.not_given)}", style="yellow")
+    if results.over_limit:
+        console.print(
+            f"counted as wrong, over a limit (samples.jsonl says which): {results.over_limit}", style="yellow"
+        )
 
 
 def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Table:

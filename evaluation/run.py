@@ -1,11 +1,11 @@
-"""The run of a planned evaluation: model by model, from the servers' start to the results."""
+"""The run of a planned evaluation, from the servers' start to the results."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from evaluation import report, skypilot
-from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
@@ -50,7 +49,7 @@ Engine = RolloutClient | OpenAIEngine
 
 
 async def evaluate(plan: Plan) -> None:
-    """Evaluate each model of the plan, and show and write the results.
+    """Evaluate the model of the plan, and show and write the results.
 
     Raises:
         ConfigurationError: a model or dataset cannot be loaded, or a server refuses requests.
@@ -59,26 +58,19 @@ async def evaluate(plan: Plan) -> None:
     # Without a terminal rich assumes 80 columns, too few for the tables.
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False)
-    everything = []
-    for checkpoint in plan.checkpoints:
-        is_elsewhere = plan.servers.starts is Scheduler.SKYPILOT
-        results = await (_evaluate_on_cluster if is_elsewhere else _evaluate_here)(plan, checkpoint, console)
-        directory = plan.directory(checkpoint)
-        directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / report.RESULTS, results.model_dump())
-        everything.append(results)
-    content: Mapping[str, Any] = everything[0].model_dump()
-    if len(everything) > 1:
-        content = {"checkpoints": [results.model_dump() for results in everything]}
-        write_json(plan.output / report.RESULTS, content)
-    report.show(console, everything)
+    is_elsewhere = plan.servers.starts is Scheduler.SKYPILOT
+    results = await (_evaluate_on_cluster if is_elsewhere else _evaluate_here)(plan, console)
+    plan.output.mkdir(parents=True, exist_ok=True)
+    write_json(plan.output / report.RESULTS, results.model_dump())
+    report.show(console, results)
     console.print(f"written to {plan.output}")
     if in_job_group():
         # A command elsewhere reads them from the log.
-        print(skypilot.RESULTS_MARK + json.dumps(content), flush=True)
+        print(skypilot.RESULTS_MARK + json.dumps(results.model_dump()), flush=True)
 
 
-async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
+async def _evaluate_on_cluster(plan: Plan, console: Console) -> report.Results:
+    checkpoint = plan.checkpoint
     # Also those that are only in this process's environment, which no node sees.
     settings = (DataSettings.load(), RewardSettings.load(), GatewaySettings.load(), plan.settings)
     variables = {
@@ -109,19 +101,19 @@ def _variables_of(settings: Settings) -> dict[str, str]:
     return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
-async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
-    directory, say = plan.directory(checkpoint), console.print
+async def _evaluate_here(plan: Plan, console: Console) -> report.Results:
+    checkpoint, say = plan.checkpoint, console.print
     if plan.left_out:
         say(f"left out, because this command plays no environments: {', '.join(plan.left_out)}")
-    examples = plan.examples(checkpoint.model)
-    identity = plan.identity(checkpoint, examples)
+    examples = plan.examples()
+    identity = plan.identity(examples)
     progress = Progress()
-    with open_store(directory, identity) as store:
+    with open_store(plan.output, identity) as store:
         if store.samples:
-            say(f"{directory} has {len(store.samples)} samples already")
+            say(f"{plan.output} has {len(store.samples)} samples already")
         async with (
-            servers_for(plan, checkpoint.model, directory, say) as servers,
-            _engine(plan, checkpoint.model, servers.engine) as engine,
+            servers_for(plan, say) as servers,
+            _engine(plan, servers.engine) as engine,
             RewardClient(servers.reward, plan.settings.token, deadline=LOST_SECONDS) as rewards,
         ):
             await run_until_first_ends(_admit(engine, servers.start_seconds), servers.watch())
@@ -132,7 +124,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 return all(await asyncio.gather(engine.is_healthy(), rewards.is_healthy()))
 
             for source, own in plan.sources.items():
-                async with _workflow(plan, source, checkpoint.model, servers, engine, scorer) as workflow:
+                async with _workflow(plan, source, servers, engine, scorer) as workflow:
                     prompts = examples[source].prompts
                     evaluation = Evaluation(prompts, own.eval_samples, workflow, store, is_healthy, progress)
                     view = report.View(console, f"{checkpoint.name} {source}".rstrip())
@@ -155,9 +147,9 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
         )
 
 
-def _engine(plan: Plan, model: str, address: Endpoint) -> Engine:
+def _engine(plan: Plan, address: Endpoint) -> Engine:
     """Return the client of the engines at an address."""
-    settings, options = plan.settings, plan.servers
+    settings, options, model = plan.settings, plan.servers, plan.checkpoint.model
     places = settings.eval_concurrency * (options.num_servers or 1)
     # Requests of the source with the longest answers take longest.
     seconds = max(LOST_SECONDS, *(generation_seconds(own.max_new_tokens) for own in plan.sources.values()))
@@ -200,7 +192,7 @@ async def _admit(engine: Engine, seconds: float) -> None:
 
 @asynccontextmanager
 async def _workflow(
-    plan: Plan, source: str, model: str, servers: Servers, engine: Engine, scorer: Score
+    plan: Plan, source: str, servers: Servers, engine: Engine, scorer: Score
 ) -> AsyncIterator[Workflow]:
     """Yield the way to answer a source's prompts."""
     settings, agent = plan.sources[source], plan.agents[source]
@@ -216,5 +208,5 @@ async def _workflow(
         Relay(agent) if isinstance(agent, Program) else nullcontext(agent) as answering,
     ):
         await run_until_first_ends(gateway.wait_healthy(LOST_SECONDS), servers.watch())
-        player = EpisodePlayer(gateway, model, scorer, settings, patience=gateway.deadline)
+        player = EpisodePlayer(gateway, plan.checkpoint.model, scorer, settings, patience=gateway.deadline)
         yield AgentWorkflow(settings, player, answering, places, engine.lora_path)

@@ -128,7 +128,7 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
     shutil.copytree(tiny_model, own)
     servers = ServerOptions(scheduler=Scheduler.SKYPILOT)
     settings = EvaluationSettings(eval_stop=["Q:"], chat_template_args={"enable_thinking": False}, eval_samples=2)
-    plan = Plan(settings, models=[str(own)], run_dir=None, servers=servers, output=tmp_path / "out", variables={})
+    plan = Plan(settings, model=str(own), run_dir=None, servers=servers, output=tmp_path / "out", variables={})
     asyncio.run(evaluate_plan(plan))
     [(name, _, _, variables, uploads)] = loaded
     assert name == "evaluate-v000003"
