@@ -38,6 +38,7 @@ from benchmarks.results.__main__ import measurements
 from benchmarks.results.experiments import TINY, Settings
 from benchmarks.update import Work, figures
 from toys import arithmetic
+from trainer.capacity.shape import CONFIGS
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 LENGTHS = (500, 2000)
@@ -97,7 +98,7 @@ def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
 def update(shape: str, directory: Path, work: Work, gpus: int) -> Iterator[Figure]:
     """Measure updates of a model of SHAPES; its first use writes it to ``directory``."""
     if not directory.exists():
-        write(SHAPES[shape], directory)
+        write(CONFIGS[shape][1], directory)
     yield from figures(replace(work, model=str(directory)), gpus)
 
 

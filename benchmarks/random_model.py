@@ -14,27 +14,13 @@ from pathlib import Path
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Tokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from toys.arithmetic import CHAT_TEMPLATE, END, PAD
+from toys.arithmetic import build_tokenizer
 from trainer.capacity.shape import CONFIGS
 
-SHAPES: dict[str, PretrainedConfig] = {
-    "0.5B": CONFIGS["0.5B"][1],
-    "1.7B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    ),
-    "8B": CONFIGS["8B"][1],
-}
-"""The shapes of Qwen2.5-0.5B, Qwen3-1.7B and Qwen3-8B."""
+SHAPES = ("0.5B", "1.7B", "8B")
+"""The labels of Qwen2.5-0.5B, Qwen3-1.7B and Qwen3-8B."""
 
 
 def write(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
@@ -44,23 +30,15 @@ def write(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     model.save_pretrained(directory)
-    tokenizer(shape.vocab_size).save_pretrained(directory)
+    tokenizer(shape.vocab_size, shape.max_position_embeddings).save_pretrained(directory)
     return directory
 
 
-def tokenizer(vocabulary: int) -> Qwen2Tokenizer:
+def tokenizer(vocabulary: int, context: int) -> PreTrainedTokenizerBase:
     """Return a tokenizer of bytes with as many ids as the model has."""
-    tokens = [PAD, END, *sorted(ByteLevel.alphabet())]
-    tokens += [f"<{number}>" for number in range(len(tokens), vocabulary)]
-    made = Qwen2Tokenizer(
-        vocab={token: number for number, token in enumerate(tokens)},
-        merges=[],
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=PAD,
-    )
-    made.chat_template = CHAT_TEMPLATE
-    return made
+    alphabet = sorted(ByteLevel.alphabet())
+    placeholders = [f"<{number}>" for number in range(2 + len(alphabet), vocabulary)]
+    return build_tokenizer([*alphabet, *placeholders], context)
 
 
 def noise(response: str) -> float:
@@ -73,4 +51,4 @@ if __name__ == "__main__":
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
-    print(write(SHAPES[args.shape], args.directory))
+    print(write(CONFIGS[args.shape][1], args.directory))
