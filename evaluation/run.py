@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rich.console import Console
 
-from evaluation import report, skypilot
+from evaluation import report
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
 from evaluation.servers import Servers, secrets, servers_for
 from evaluation.store import open_store
+from local_runner import skypilot
 from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
-from services.clients.player import Score
+from services.clients.play import Score
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, generation_seconds
 from services.core.endpoints import Endpoint
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
 from services.core.models import vocabulary_size
 from services.core.settings import Settings
@@ -42,6 +47,11 @@ SCORE_TRIES = 3
 SCORE_PAUSE_SECONDS = 1.0
 AT_ONCE = 1024
 """The most samples of a prompt that engines are asked for at once, so that they compute the prompt once."""
+YAML = Path(__file__).with_name("evaluate.yaml")
+SERVERS_TASK = "rollout-server"
+EVALUATE_TASK = "evaluate"
+RESULTS_MARK = "results.json: "
+"""The beginning of the line in which a job prints its results."""
 UPLOADED = "/models"
 """The directory of a job's nodes for models of this machine."""
 
@@ -66,7 +76,7 @@ async def evaluate(plan: Plan) -> None:
     console.print(f"written to {plan.output}")
     if in_job_group():
         # A command elsewhere reads them from the log.
-        print(skypilot.RESULTS_MARK + json.dumps(results.model_dump()), flush=True)
+        print(RESULTS_MARK + json.dumps(results.model_dump()), flush=True)
 
 
 async def _evaluate_on_cluster(plan: Plan, console: Console) -> report.Results:
@@ -87,9 +97,9 @@ async def _evaluate_on_cluster(plan: Plan, console: Console) -> report.Results:
         uploads[variables["MODEL_NAME"]] = checkpoint.model
     public = {name: value for name, value in variables.items() if name not in secrets()}
     group = f"evaluate-{name.lower()}"[:40].rstrip("-_")
-    text = skypilot.job_group(group, plan.servers.num_servers or 1, plan.gpus_each, public, uploads)
+    text = job_group(group, plan.servers.num_servers or 1, plan.gpus_each, public, uploads)
     # Not asyncio.to_thread, because Ctrl-C would then wait for the end of the job.
-    content = await in_background(partial(skypilot.launch, text, secrets(), console.print))
+    content = await in_background(partial(launch, text, secrets(), console.print))
     identified = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
     return report.Results.model_validate(content | identified)
 
@@ -99,6 +109,57 @@ def _variables_of(settings: Settings) -> dict[str, str]:
     ours = {*Settings.model_fields, "eval_output", "model_name", "gateway_dir"}
     values = settings.model_dump(mode="json", include=settings.model_fields_set - ours, exclude_none=True)
     return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+
+
+def job_group(name: str, number: int, gpus: int, variables: Mapping[str, str], uploads: Mapping[str, str]) -> str:
+    """Return the YAML of an evaluation with ``number`` rollout nodes of ``gpus`` GPUs, and variables in every task.
+
+    ``uploads`` are directories of this machine, by their paths on the nodes that read models.
+    """
+    text = YAML.read_text("utf-8").replace("\nname: evaluation\n", f"\nname: {name}\n", 1)
+    written = skypilot.values(text)
+    choices = re.sub(r":\d+", f":{gpus}", written[SERVERS_TASK, "resources.accelerators"])
+    changes = {(SERVERS_TASK, "num_nodes"): str(number), (SERVERS_TASK, "resources.accelerators"): choices}
+    for task in {task for task, _ in written}:
+        given = {f"{skypilot.ENVS}.{variable}": value for variable, value in variables.items()}
+        if task in (SERVERS_TASK, EVALUATE_TASK):
+            given |= {f"file_mounts.{path}": source for path, source in uploads.items()}
+        changes |= {(task, key): skypilot.scalar(value) for key, value in given.items()}
+    return skypilot.edited(text, changes)
+
+
+def launch(text: str, secrets: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Launch a job group as a managed job, follow the log of its evaluation, and return its results.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed, or does not launch it.
+        DependencyLostError: the job ended without results, or its log broke off.
+    """
+    python = skypilot.interpreter()
+    if python is None:
+        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        job, error = skypilot.ask(python, [Path(file.name)], secrets, launch=True)
+    if job is None:
+        raise ConfigurationError(f"SkyPilot did not launch the evaluation: {error}; try `sky check` and `sky api info`")
+    say(f"job {job}; its log: sky jobs logs {job} {EVALUATE_TASK}; to end it: sky jobs cancel {job}")
+    command, results = [str(python.with_name("sky")), "jobs", "logs", str(job), EVALUATE_TASK], None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as log:
+        for line in log.stdout or ():
+            _, mark, rest = line.partition(RESULTS_MARK)
+            if mark:
+                results = json.loads(rest)
+            else:
+                say(line.rstrip("\n"))
+    if results is None:
+        raise DependencyLostError(
+            f"the log of job {job} ended with {log.returncode} and no results; if `sky jobs queue` still has the job, "
+            f"end it by sky jobs cancel {job} before another evaluation writes to its directory"
+        )
+    found: dict[str, Any] = results
+    return found
 
 
 async def _evaluate_here(plan: Plan, console: Console) -> report.Results:

@@ -1,6 +1,6 @@
 """The servers of an evaluation: started on this machine by the local runner, by Slurm or Ray, or running already.
 
-With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, together with its servers.
+With SkyPilot (``run.py``) the whole evaluation runs elsewhere, together with its servers.
 """
 
 from __future__ import annotations

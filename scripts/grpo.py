@@ -59,9 +59,7 @@ COMMANDS = {
         ),
     ),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
-    "logs": Program(
-        "local_runner.logs", TRAINING, ("grpo logs --follow", "grpo logs grpo-20260131-120000 ppo-trainer -n 50")
-    ),
+    "logs": Program("local_runner.status", TRAINING, ("grpo logs --follow", "grpo logs RUN ppo-trainer -n 50"), "logs"),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
     "groups": Program(
@@ -125,7 +123,7 @@ COMMANDS = {
         ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",),
         "merge_adapter",
     ),
-    "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
+    "demo-model": Program("scripts.models", MODELS, ("grpo demo-model",)),
 }
 
 

@@ -31,7 +31,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "evaluation.policy": ("environment", "head", "local"),
     "evaluation.trajectories": ("environment", "head", "local"),
     "scripts.launch": ("local", "trainer"),
-    "scripts.prepare_demo_model": ("demo", "local", "rollout"),
+    "scripts.models": ("demo", "local", "rollout"),
     "scripts.rehearse": ("local", "rollout", "trainer"),
     "local_runner": ("local",),
     "toys.arithmetic": ("rollout",),

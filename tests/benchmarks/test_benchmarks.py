@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.gpu import SHAPES, noise, write
 from benchmarks.job import ROOT, with_gpus
-from benchmarks.random_model import SHAPES, noise, write
 from benchmarks.results import figures
 from benchmarks.results.__main__ import KEPT, prepared, trl_options, write_questions
 from benchmarks.results.experiments import EXPERIMENTS, TINY, TRL, runs

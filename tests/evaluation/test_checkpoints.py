@@ -9,8 +9,7 @@ import torch
 from safetensors.numpy import save_file
 from torch.utils.serialization import config as serialization
 
-from evaluation.checkpoints import Checkpoint, resolve
-from evaluation.plan import Plan, ServerOptions
+from evaluation.plan import Checkpoint, Plan, ServerOptions, resolve
 from evaluation.settings import EvaluationSettings
 from services.core.errors import ConfigurationError
 

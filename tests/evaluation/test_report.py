@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from evaluation import report
-from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, SingleTurn
+from evaluation.plan import Checkpoint
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample, open_store
 from services.clients.rollout import SamplingParams
