@@ -27,7 +27,6 @@ from services.core.tasks import InterruptedCallError, ServiceThread
 from services.engines.router import Worker
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service, name_router
-from tests.tolerance import both_types
 from tests.trainer.rank_jobs import change, make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
@@ -381,8 +380,9 @@ def test_everything_that_a_run_writes_of_its_model_follows_the_umask(
     assert {oct(stat.S_IMODE(file.stat().st_mode)) for file in files} == {oct(0o666 & ~umask)}
 
 
-@both_types
-@pytest.mark.parametrize("publish_type", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("publish_type", "compute_type"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")]
+)
 def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, publish_type: str, compute_type: str
 ) -> None:
