@@ -284,7 +284,7 @@ def _advantages(trained: TokenSequence | None, span: slice) -> float | list[floa
     return advantages[0] if len(set(advantages)) == 1 else advantages
 
 
-# --- the model card, made from the run directory alone, so that it can be made again -----------------------------------
+# --- the model card, made from the run directory alone, so that it can be made again ---------------------------------
 
 CARD = "README.md"
 _OF_THIS_RUN = ("shared_dir", "run_id", "log_level", "model_name")
