@@ -70,7 +70,10 @@ COMMANDS = {
         ),
     ),
     "evaluate-policy": Program(
-        "evaluation.policy", EVALUATION, ("grpo evaluate-policy --policies mine=policy.pt2 --save-to results",)
+        "evaluation.trajectories",
+        EVALUATION,
+        ("grpo evaluate-policy --policies mine=policy.pt2 --save-to results",),
+        "evaluate_policy",
     ),
     "trajectories": Program(
         "evaluation.trajectories", EVALUATION, ("grpo trajectories --policies mine=policy.pt2 --save-to trajectories",)

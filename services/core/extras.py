@@ -28,7 +28,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "scripts.chat": ("local", "rollout"),
     "scripts.evaluate": ("data", "evaluation", "local"),
     "scripts.groups": ("data", "local"),
-    "evaluation.policy": ("environment", "head", "local"),
     "evaluation.trajectories": ("environment", "head", "local"),
     "scripts.launch": ("local", "trainer"),
     "scripts.models": ("demo", "local", "rollout"),
