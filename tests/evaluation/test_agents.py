@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from evaluation import multiplying_agent
 from evaluation.store import Kind
 from services.agents import AgentFailedError, Program, load_agent
 from services.core.errors import ConfigurationError
@@ -23,17 +24,16 @@ def settings(**values: Any) -> Any:
     return SETTINGS.model_copy(update=values)
 
 
-async def test_the_math_agent_uses_its_tools_and_is_scored(math_agent: Any, ground: Ground) -> None:
-    says = [call("multiply", '{"a": 6, "b": 7}'), call("add", '{"a": 42, "b": 0.5}'), "#### 42"]
-    sample = await ground.play(math_agent.solve, says)
+async def test_the_demos_agent_uses_its_tool_and_is_scored(ground: Ground) -> None:
+    sample = await ground.play(multiplying_agent.solve, [call("multiply", '{"a": 6, "b": 7}'), "#### 42"])
     assert sample.result == RewardResult(reward=1.0, extracted="42")
-    assert (sample.turns, sample.tool_calls, sample.index, sample.category) == (3, 2, 4, "products")
+    assert (sample.turns, sample.tool_calls, sample.index, sample.category) == (2, 1, 4, "products")
     assert sample.completion_tokens == ground.engine.completion_tokens
     assert sample.prompt_tokens == len(ground.engine.requests[0]["input_ids"])
     assert (sample.completion, sample.finish_reason) == ("#### 42", FinishReason.STOP)
     assert sample.messages is not None
-    assert [m["content"] for m in sample.messages if m["role"] == "tool"] == ["42", "42.5"]
-    assert all(f'"name": "{name}"' in ground.engine.asked[0] for name in ("add", "multiply"))
+    assert [m["content"] for m in sample.messages if m["role"] == "tool"] == ["372", "42"]
+    assert '"name": "multiply"' in ground.engine.asked[0]
     assert not any("sampled" in message for message in sample.messages)
 
 
@@ -41,16 +41,16 @@ async def test_the_math_agent_uses_its_tools_and_is_scored(math_agent: Any, grou
     ("says", "reward"),
     [
         (["It is 41."], 0.0),
-        ([call("divide", '{"a": 6, "b": 7}'), "42"], 0.0),
-        ([call("add", '{"a": 1, "b": 1}')] * 20, 0.0),
-        ([call("add", '{"a": "x"}'), "42"], 1.0),  # told that the arguments are wrong, it finds the answer
+        ([call("divide", '{"x": 6}'), "41"], 0.0),
+        ([call("multiply", '{"a": 1, "b": 1}')] * 20, 0.0),
+        ([call("multiply", '{"a": "x"}'), "42"], 1.0),  # told that the arguments are wrong, it finds the answer
     ],
     ids=["wrong", "no such tool", "never ends", "wrong arguments"],
 )
 async def test_the_models_mistakes_are_wrong_answers_and_no_failures(
-    math_agent: Any, ground: Ground, says: list[str], reward: float
+    ground: Ground, says: list[str], reward: float
 ) -> None:
-    sample = await ground.play(math_agent.solve, says)
+    sample = await ground.play(multiplying_agent.solve, says)
     assert sample.result is not None
     assert sample.result.reward == reward
 

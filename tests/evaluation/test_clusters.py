@@ -35,8 +35,8 @@ def test_vllm_serves_the_model_by_its_own_program(tmp_path: Path, monkeypatch: p
     options = ServerOptions(backend=Backend.VLLM, num_servers=2)
     variables = {"VLLM_FLAGS": "--max-model-len 2048"}
     settings = EvaluationSettings(jobgroup_token=SecretStr("secret"))
-    plan = Plan(settings, models=["some/model"], servers=options, variables=variables)
-    task, address = servers._engines(plan, "some/model", tmp_path)
+    plan = Plan(settings, model="some/model", servers=options, variables=variables)
+    task, address = servers._engines(plan, tmp_path)
     assert address is not None
     assert task.run.split() == [
         *("exec", "vllm", "serve", "some/model", "--served-model-name", "some/model", "--host", "127.0.0.1"),

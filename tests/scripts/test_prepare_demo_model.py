@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
+from scripts.models import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
 from services.chat.answers import read_answer
 from toys import arithmetic
 

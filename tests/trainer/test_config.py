@@ -102,7 +102,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"engine_sleeps": True, "publish_transport": "broadcast", "lora_rank": 4},
     {"engine_sleeps": True, "publish_transport": "local"},
     *({"compute_type": "float32", "publish_type": kind} for kind in BOTH_TYPES),
-    {"compute_type": "bfloat16", "save_type": "float32"},
     {"target_accuracy": 0.9, "eval_every": 5},
     {"importance_cap": 3},
     {"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2},

@@ -119,6 +119,7 @@ _UNTIED = _TIED | {"tie_word_embeddings": False}
 _MODELS: dict[str, tuple[str, type[PretrainedConfig], tuple[int, ...], dict[str, Any]]] = {
     "0.5B": ("Qwen/Qwen2.5-0.5B-Instruct", Qwen2Config, (151936, 896, 4864, 24, 14, 2), _TIED),
     "1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", Qwen2Config, (151936, 1536, 8960, 28, 12, 2), _TIED),
+    "1.7B": ("Qwen/Qwen3-1.7B", Qwen3Config, (151936, 2048, 6144, 28, 16, 8), _TIED | {"head_dim": 128}),
     "7B": ("Qwen/Qwen2.5-7B-Instruct", Qwen2Config, (152064, 3584, 18944, 28, 28, 4), _UNTIED),
     "Llama-8B": ("meta-llama/Llama-3.1-8B-Instruct", LlamaConfig, (128256, 4096, 14336, 32, 32, 8), _UNTIED),
     "8B": ("Qwen/Qwen3-8B", Qwen3Config, (151936, 4096, 12288, 36, 32, 8), _UNTIED | {"head_dim": 128}),

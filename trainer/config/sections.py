@@ -544,10 +544,8 @@ class PublishingSection(Settings):
     volume all the same. `local`: in memory that the trainer shares with engines on its host; whole weights only."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
-    with the chance that makes their mean exact. The trainer computes with the rounded weights, too."""
-    save_type: PublishedType | None = None
-    """The same for the trained model in the run directory; `float32` saves the master weights. Unset: PUBLISH_TYPE, so
-    that it is the last published version byte for byte; with LORA_RANK float32. [advanced]"""
+    with the chance that makes their mean exact. The trainer computes with the rounded weights, too. The trained model
+    in the run directory is the last published version byte for byte; merged adapters are float32."""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.

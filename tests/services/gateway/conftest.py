@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE
+from scripts.models import CHAT_TEMPLATE, RESPONSE_TEMPLATE
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
