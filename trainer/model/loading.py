@@ -96,9 +96,11 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         ConfigurationError: the model cannot be loaded, or its logits are not what the trainer would compute.
     """
     options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
+    config = load_config(settings)
     if settings.layout is not Layout.ROWS:
         options["attn_implementation"] = TREE_ATTENTION
-    config = load_config(settings)
+    elif getattr(config, "attn_logit_softcapping", None) is not None:
+        options["attn_implementation"] = "eager"  # transformers' default leaves out caps of scores
     with _as_configuration_error(settings.model_name):
         if materialise:
             model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
