@@ -30,23 +30,10 @@ from services.core.errors import ConfigurationError
 from trainer.algorithm.attention_layout import AttentionLayout, Block
 
 TREES = {
-    *(
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-        "olmo",
-        "olmo2",
-        "glm",
-        "glm4",
-        "granite",
-    ),
-    *("cohere", "phi", "phi3", "gemma", "seed_oss", "starcoder2", "hunyuan_v1_dense"),
-    *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "exaone4", "ministral", "ministral3", "cohere2"),
-    *("vaultgemma", "mixtral", "cwm", "dots1", "exaone_moe", "granite_swa", "granitemoe_swa", "afmoe", "mimo_v2_flash", "mellum"),
+    *("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("olmo", "olmo2", "olmo3", "glm", "glm4", "granite", "granite_swa", "granitemoe_swa", "cohere", "cohere2", "cwm"),
+    *("phi", "phi3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "vaultgemma", "gpt_oss", "exaone4", "exaone_moe"),
+    *("seed_oss", "starcoder2", "hunyuan_v1_dense", "dots1", "afmoe", "mellum", "mimo_v2_flash"),
 }
 """The types of models that are computed over trees of tokens, and are tested to be."""
 
@@ -149,6 +136,11 @@ class SharedLayout(NamedTuple):
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """Return the windows that layers may have, by a model's configuration; None stands for full attention."""
     return tuple(dict.fromkeys((None, getattr(config, "sliding_window", None))))
+
+
+def has_plain_scores(config: PretrainedConfig) -> bool:
+    """Return whether no layer has a window or a cap; no family has sinks without windows."""
+    return windows_of(config) == (None,) and getattr(config, "attn_logit_softcapping", None) is None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import Layout, TrainerSettings
-from trainer.model.attention import TREE_ATTENTION, obstacle_to_trees
+from trainer.model.attention import TREE_ATTENTION, has_plain_scores, obstacle_to_trees
 from trainer.model.logprobs import check_logits
 from trainer.model.ranks import Ranks
 
@@ -75,6 +75,7 @@ def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]
     Raises:
         ConfigurationError: LAYOUT=tree and one of them cannot, or CONTEXT_PARALLEL_SIZE and the layout is rows.
     """
+    configs = list(configs)
     obstacles = [f"{config.model_type} {reason}" for config in configs if (reason := obstacle_to_trees(config))]
     if settings.layout is Layout.TREE and obstacles:
         raise ConfigurationError(f"LAYOUT=tree: {obstacles[0]}; set LAYOUT=auto or rows")
@@ -84,8 +85,10 @@ def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]
         raise ConfigurationError(
             f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree, and {reason}; set it to 1"
         )
-    if is_rows and settings.attention_kernel == "flash":
-        raise ConfigurationError("ATTENTION_KERNEL=flash needs LAYOUT=tree; set it to triton")
+    if settings.attention_kernel == "flash" and (is_rows or not all(map(has_plain_scores, configs))):
+        raise ConfigurationError(
+            "ATTENTION_KERNEL=flash needs LAYOUT=tree and attention without windows, caps or sinks; set it to triton"
+        )
     return Layout.ROWS if is_rows else Layout.TREE
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from transformers import AutoConfig, PreTrainedModel
 
-from services.core.errors import ConfigurationError
 from tests.sequences import trained_sequence
 from tests.toy_models import noisy_model
 from tests.trainer.model.test_rows import EXPERTS, HEADS, OTHERS, WINDOW
@@ -28,7 +27,7 @@ from trainer.algorithm.attention_layout import AttentionLayout, TreeMask
 from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.config import TrainerSettings
 from trainer.model import attention, sharding
-from trainer.model.attention import TREE_ATTENTION, TREES, WITHOUT_WINDOWS, obstacle_to_trees, tree_attention
+from trainer.model.attention import TREE_ATTENTION, TREES, obstacle_to_trees
 from trainer.model.loading import decoder_layers
 from trainer.model.policy import Policy
 from trainer.model.sharding import compile_layers
@@ -129,11 +128,9 @@ def tree(seed: int, lengths: Sequence[Sequence[int]]) -> TrainingGroup:
     def ids(count: int) -> list[int]:
         return [draw.randrange(2, SHAPE["vocab_size"]) for _ in range(count)]
 
-    sequences = []
     prompt, turns = ids(20), [ids(9), ids(3)]
-    for turn, completions in zip(turns, lengths, strict=True):
-        for tokens in (turn + ids(length) for length in completions):
-            sequences.append(trained_sequence(tokens, [-1.0] * len(tokens), [1.0] * len(tokens)))
+    paths = [turn + ids(n) for turn, completions in zip(turns, lengths, strict=True) for n in completions]
+    sequences = [trained_sequence(path, [-1.0] * len(path), [1.0] * len(path)) for path in paths]
     return TrainingGroup(prompt, sequences, f"tree-{seed}")
 
 
@@ -154,7 +151,9 @@ def alone(model: PreTrainedModel, groups: Sequence[TrainingGroup]) -> Tensor:
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-5 * max(1, float(expected.abs().max())), msg=name)
+        torch.testing.assert_close(
+            ours[name], expected, rtol=0, atol=1e-5 * max(1, float(expected.abs().max())), msg=name
+        )
 
 
 def test_a_path_of_a_tree_is_computed_as_alone(plain: PreTrainedModel) -> None:
@@ -208,18 +207,3 @@ def test_cuda_computes_what_a_processor_does(plain: PreTrainedModel, monkeypatch
         found.append(gradients(results[-1], policy.model))
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
     assert_close(*found)
-
-
-@pytest.mark.parametrize("family", WITHOUT_WINDOWS)
-def test_a_window_that_attention_is_not_told_is_an_obstacle(family: str) -> None:
-    kind, options = FAMILIES[family]
-    assert not obstacle_to_trees(AutoConfig.for_model(kind, **SHAPE | options))
-    assert obstacle_to_trees(AutoConfig.for_model(kind, **SHAPE | options | CUTS))
-
-
-@pytest.mark.parametrize("options", [{"position_bias": torch.zeros(1)}, {"dropout": 0.1}, {"sliding_window": 7}])
-def test_attention_that_is_not_known_is_refused(options: dict[str, Any]) -> None:
-    batch = pack(TREES_OF_PROMPTS)
-    states = torch.zeros(1, 2, len(batch.input_ids), 4)
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        tree_attention(torch.nn.Identity(), states, states, states, None, layout=batch.layout.prepared((6,)), **options)
