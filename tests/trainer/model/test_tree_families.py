@@ -61,7 +61,8 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("cwm", HEADS | WINDOW | {"bos_token_id": 1}),
     "dots1": (
         "dots1",
-        HEADS | WINDOW | MIXTURE | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        HEADS | WINDOW | MIXTURE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"n_group": 1, "topk_group": 1},
     ),
     "exaone_moe": ("exaone_moe", HEADS | WINDOW | MIXTURE | {"mlp_layer_types": ["dense", "sparse"]}),
     **{name: (name, HEADS | WINDOW | MIXTURE) for name in ("granite_swa", "granitemoe_swa", "afmoe", "mellum")},
@@ -101,9 +102,9 @@ def plain(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let windows cut runs after 8 tokens, and 200 scores exist at the same time."""
+    """Let windows cut runs after 8 tokens, and 2,000 scores exist at the same time."""
     monkeypatch.setattr(attention_layout, "LONGEST_PART", 8)
-    monkeypatch.setattr(attention, "MOST_SCORES", 200)
+    monkeypatch.setattr(attention, "MOST_SCORES", 2000)
 
 
 def model_of(family: str) -> PreTrainedModel:
