@@ -57,19 +57,20 @@ class Block:
     window: int | None = None
     """The tokens of its path that a token sees, itself included; None for all of them."""
 
-    def hidden(self) -> Tensor:
-        """Return which keys a query does not see, [R, 1, Q, K] bool."""
-        # Padding comes after the path, at places greater than any depth.
-        distances = self.depths[:, None, :, None] - torch.arange(self.key_rows.shape[1])
-        is_hidden = distances < 0
-        return is_hidden if self.window is None else is_hidden.logical_or_(distances >= self.window)
-
     def with_mask(self) -> Block:
         """Return a copy with its mask."""
         if self.is_causal:
             return self
-        is_hidden = self.hidden()
+        is_hidden = hidden(self.depths, self.key_rows.shape[1], self.window)
         return replace(self, mask=torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf))
+
+
+def hidden(depths: Tensor, keys: int, window: int | None) -> Tensor:
+    """Return which of the keys of its run a query does not see, [R, 1, Q, K] bool; see ``Block`` for the arguments."""
+    # Padding comes after the path, at places greater than any depth.
+    distances = depths[:, None, :, None] - torch.arange(keys)
+    is_hidden = distances < 0
+    return is_hidden if window is None else is_hidden.logical_or_(distances >= window)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig
 
 from services.core.errors import ConfigurationError
-from trainer.algorithm.attention_layout import AttentionLayout, Block
+from trainer.algorithm.attention_layout import AttentionLayout, Block, hidden
 
 TREES = {
     *("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
@@ -294,28 +294,28 @@ def _by_scores(query: Tensor, key: Tensor, value: Tensor, block: Block, scores: 
 
     The backward pass computes the scores again, some runs or some queries of a run at a time.
     """
-    hidden, (heads, queries) = block.hidden(), query.shape[1:3]
+    heads, queries = query.shape[1:3]
     in_run = heads * key.shape[2]
     runs, own = max(1, MOST_SCORES // (in_run * queries)), max(1, MOST_SCORES // in_run)
     outputs = []
-    for some in torch.arange(len(query)).split(runs):
-        at = slice(int(some[0]), int(some[-1]) + 1)
-        parts = []
+    for first in range(0, len(query), runs):
+        at, parts = slice(first, first + runs), []
         for start in range(0, queries, own):
             rows, seen = slice(start, start + own), slice(start + own if block.is_causal else None)
-            states = (query[at, :, rows], key[at, :, seen], value[at, :, seen], hidden[at, :, rows, seen])
-            parts.append(checkpoint(_of_scores, *states, scores, use_reentrant=False, preserve_rng_state=False))
+            states = (query[at, :, rows], key[at, :, seen], value[at, :, seen], block.depths[at, rows])
+            compute = partial(_of_scores, *states, block.window, scores)
+            parts.append(checkpoint(compute, use_reentrant=False, preserve_rng_state=False))
         outputs.append(torch.cat(parts, 2))
     return torch.cat(outputs)
 
 
-def _of_scores(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scores: Scores) -> Tensor:
-    """Return the attention [R, H, Q, D] of queries, of keys [R, H_kv, K, D] and of values that are not ``hidden``."""
+def _of_scores(query: Tensor, key: Tensor, value: Tensor, depths: Tensor, window: int | None, scores: Scores) -> Tensor:
+    """Return the attention [R, H, Q, D] of queries at ``depths`` [R, Q], of keys [R, H_kv, K, D] and of values."""
     grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
     products = (grouped @ key.transpose(2, 3)).view(*query.shape[:3], -1)
     products = products * (query.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     products = products if scores.cap is None else scores.capped(products)
-    products = products.masked_fill(hidden, -torch.inf)
+    products = products.masked_fill(hidden(depths, key.shape[2], window), -torch.inf)
     normalisers = products.logsumexp(3)
     weights = (products - normalisers[..., None]).exp()
     output = (weights.view(*grouped.shape[:3], -1) @ value).view(*query.shape[:3], -1)
