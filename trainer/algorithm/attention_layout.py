@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -205,8 +206,10 @@ class TreeMask:
 
     ends: Tensor
     """[T] int32: packed index at which the subtree of each token ends."""
+    depths: Tensor
+    """[T] int32: the tokens before each on its path."""
     tables: tuple[Tensor, ...]
-    """The tables of a BlockMask, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query tile, first for tiles
+    """For full attention, the tables of a BlockMask, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query tile, first for tiles
     that are seen in part, then for those seen whole; then the same of queries by key tile."""
 
     @staticmethod
@@ -221,11 +224,11 @@ class TreeMask:
     @classmethod
     def of(cls, ends: Tensor) -> TreeMask:
         """Return the mask of trees in depth-first order; ``ends`` [T] int64 is on the CPU."""
-        return cls(ends.int(), _tables(ends))
+        return cls(ends.int(), depths_of(ends).int(), _tables(ends))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TreeMask:
         """Return a copy with every tensor changed, such as moved to a device."""
-        return TreeMask(change(self.ends), tuple(change(table) for table in self.tables))
+        return TreeMask(change(self.ends), change(self.depths), tuple(change(table) for table in self.tables))
 
     def prepared(self, windows: Iterable[int | None] = (None,)) -> dict[int | None, BlockMask]:
         """Return the mask of each window for ``flex_attention``, on the device of the tables."""
@@ -237,33 +240,32 @@ class TreeMask:
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        if window is not None:
-            depths = depths_of(ends)
-            farthest = depths - window
+        make = partial(cast("Callable[..., BlockMask]", BlockMask), (len(ends), len(ends)))
+        if window is None:
+            return make(*self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        depths, farthest = self.depths, self.depths - window
 
-            def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return sees(batch, head, query, key) & (depths[key] > farthest[query])
+        def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return sees(batch, head, query, key) & (depths[key] > farthest[query])
 
-        make = cast("Callable[..., BlockMask]", BlockMask)
-        tables = self.tables if window is None else _tables(ends, window)
-        mask_mod = sees if window is None else sees_near
-        return make((len(ends), len(ends)), *tables, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod)
+        return make(*_tables(ends, depths, window), BLOCK_SIZE=(TILE, TILE), mask_mod=sees_near)
 
 
 def depths_of(ends: Tensor) -> Tensor:
-    """Return how many tokens are before each on its path, [T], from the ends of the tokens' subtrees, [T]."""
-    rows = torch.arange(len(ends), dtype=ends.dtype, device=ends.device)
+    """Return how many tokens are before each on its path, [T], from the ends of the tokens' subtrees, [T] int64."""
+    rows = torch.arange(len(ends))
     # Of the tokens before it, those whose subtrees have ended are not on the path.
-    return rows - torch.searchsorted(ends.sort().values, rows, right=True, out_int32=ends.dtype == torch.int32)
+    return rows - torch.searchsorted(ends.sort().values, rows, right=True)
 
 
-def tiles(ends: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+def tiles(ends: Tensor, depths: Tensor | None = None, window: int = 0) -> tuple[Tensor, Tensor]:
     """Return the tiles that hold pairs to compute besides others, and those that hold nothing else.
 
-    With a window, the former may have tiles without a pair: those whose tokens' depths alone do not exclude it.
+    With a window, the former may have tiles without a pair: those that the depths of their tokens do not exclude.
 
     Args:
         ends: [T], the packed index at which the subtree of each token ends.
+        depths: [T], see ``TreeMask``; only with a window.
         window: the tokens of its path that a token sees, itself included; by default all of them.
 
     Returns:
@@ -282,20 +284,23 @@ def tiles(ends: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
     # Of a tile of keys before it, a tile of queries sees anything exactly if its first query does.
     is_seen = is_before & (latest > first) | torch.eye(count, dtype=torch.bool, device=ends.device)
     is_whole = is_before & (earliest >= end)
-    if window is not None:
-        deepest, highest = bounds(depths_of(ends))
+    if depths is not None:
+        deepest, highest = bounds(depths)
         is_seen &= highest[:, None] - deepest < window
         is_whole &= deepest[:, None] - highest < window
     return is_seen & ~is_whole, is_whole
 
 
-def _tables(ends: Tensor, window: int | None = None) -> tuple[Tensor, ...]:
-    """Return the tables of a BlockMask; see ``TreeMask``."""
-    partial, whole = tiles(ends, window)
-    return tuple(table for seen in (partial, whole, partial.T, whole.T) for table in _table(seen.contiguous()))
+def _tables(ends: Tensor, depths: Tensor | None = None, window: int = 0) -> tuple[Tensor, ...]:
+    """Return the tables of a BlockMask; see ``TreeMask``, and ``tiles`` for the arguments."""
+    some, whole = tiles(ends, depths, window)
+    return tuple(table for seen in (some, whole, some.T, whole.T) for table in _table(seen))
 
 
 def _table(seen: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many tiles each row of [B, B] bool has, [1, 1, B], and their numbers in front, [1, 1, B, B]."""
-    order = seen.int().argsort(dim=1, descending=True, stable=True)
-    return seen.sum(1).int()[None, None], order.int()[None, None]
+    counts, before = seen.sum(1), seen.cumsum(1)
+    numbers = torch.arange(len(seen), device=seen.device).expand_as(before)
+    places = torch.where(seen, before - 1, counts[:, None] + numbers - before)
+    order = torch.empty_like(before).scatter_(1, places, numbers)
+    return counts.int()[None, None], order.int()[None, None]

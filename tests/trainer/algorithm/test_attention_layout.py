@@ -120,7 +120,7 @@ def test_tiles_of_a_window_are_few_and_hold_every_pair(window: int) -> None:
     layout = pack([group_of(1000, [300] * 8)], TreeMask).layout
     count = len(layout.ends) // TILE
     by_tile = pairs(layout.ends, window).view(count, TILE, count, TILE)
-    partial, whole = tiles(layout.ends.long(), window)
+    partial, whole = tiles(layout.ends, layout.depths, window)
     assert not (by_tile.any(3).any(1) & ~partial & ~whole).any()
     assert not (whole & ~by_tile.all(3).all(1)).any()
     # A tile of queries reaches over one more than the window has, and a completion begins after the prompt's end.
