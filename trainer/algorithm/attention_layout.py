@@ -209,8 +209,8 @@ class TreeMask:
     depths: Tensor
     """[T] int32: the tokens before each on its path."""
     tables: tuple[Tensor, ...]
-    """For full attention, the tables of a BlockMask, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query tile, first for tiles
-    that are seen in part, then for those seen whole; then the same of queries by key tile."""
+    """The tables of a BlockMask for full attention, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query
+    tile, first for tiles that are seen in part, then for those seen whole; then the same of queries by key tile."""
 
     @staticmethod
     def row_length(tokens: int, parts: int = 1) -> int:
