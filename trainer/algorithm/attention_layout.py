@@ -118,7 +118,8 @@ class AttentionLayout:
 
         Attention would otherwise convert a bool mask in every layer, and keep each result for the backward pass.
         """
-        layouts = {window: self if window is None else self.of(self.ends, window) for window in windows}
+        longest = max(int(block.depths.max()) for block in self.blocks) + 1
+        layouts = {w: self if w is None or w >= longest else self.of(self.ends, w) for w in windows}
         return {w: replace(x, blocks=tuple(block.with_mask() for block in x.blocks)) for w, x in layouts.items()}
 
 

@@ -149,6 +149,14 @@ def test_trees_are_taken_where_every_layer_is_known(
             choose_layout(settings.model_copy(update={"context_parallel_size": 2}), configs)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"])
+def test_flash_attention_is_refused_where_trees_need_more_than_its_mask(family: str) -> None:
+    settings, plain = TrainerSettings(attention_kernel="flash"), AutoConfig.for_model("qwen3", **SHAPE)
+    assert choose_layout(settings, [plain]) is Layout.TREE
+    with pytest.raises(ConfigurationError, match="ATTENTION_KERNEL"):
+        choose_layout(settings, [plain, AutoConfig.for_model(family, **SHAPE)])
+
+
 def test_logits_of_a_models_own_way_are_refused(model: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model)
     check_logits(loaded)
