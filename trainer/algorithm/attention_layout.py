@@ -118,9 +118,12 @@ class AttentionLayout:
 
         Attention would otherwise convert a bool mask in every layer, and keep each result for the backward pass.
         """
-        longest = max(int(block.depths.max()) for block in self.blocks) + 1
-        layouts = {w: self if w is None or w >= longest else self.of(self.ends, w) for w in windows}
-        return {w: replace(x, blocks=tuple(block.with_mask() for block in x.blocks)) for w, x in layouts.items()}
+
+        def with_masks(layout: AttentionLayout) -> AttentionLayout:
+            return replace(layout, blocks=tuple(block.with_mask() for block in layout.blocks))
+
+        whole, longest = with_masks(self), max(int(block.depths.max()) for block in self.blocks) + 1
+        return {w: whole if w is None or w >= longest else with_masks(self.of(self.ends, w)) for w in windows}
 
 
 def runs(ends: Tensor) -> Iterator[tuple[Tensor, int]]:
