@@ -115,7 +115,7 @@ def test_tiles_are_those_of_the_whole_mask() -> None:
                 assert first[0] == first[1], name
 
 
-@pytest.mark.parametrize("window", [1, 6, 200])
+@pytest.mark.parametrize("window", [1, 2, 6, 130, 200])
 def test_tiles_of_a_window_are_few_and_hold_every_pair(window: int) -> None:
     layout = pack([group_of(1000, [300] * 8)], TreeMask).layout
     count = len(layout.ends) // TILE
