@@ -135,7 +135,7 @@ class SharedLayout(NamedTuple):
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """Return the windows that layers may have, by a model's configuration; None stands for full attention."""
-    return tuple(dict.fromkeys((None, getattr(config, "sliding_window", None))))
+    return tuple(dict.fromkeys((None, getattr(config, "sliding_window", None) or None)))
 
 
 def has_plain_scores(config: PretrainedConfig) -> bool:
@@ -203,7 +203,7 @@ def tree_attention(
         ConfigurationError: the model asks for dropout, for another option, or for an unknown window.
     """
     shared = layout if isinstance(layout, SharedLayout) else None
-    layouts = shared.whole if shared else layout
+    layouts = layout.whole if isinstance(layout, SharedLayout) else layout
     unsupported = [name for name, value in options.items() if value is not None and name not in HARMLESS]
     unsupported += ["dropout"] * (dropout != 0) + [f"sliding_window={sliding_window}"] * (sliding_window not in layouts)
     if unsupported:
