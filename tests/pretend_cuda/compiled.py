@@ -90,7 +90,8 @@ def _compiled_layer(
         made.base_model.set_experts_implementation(GATHERED_EXPERTS)
         layer = made.base_model.layers[0]
         states = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        angles = tuple(torch.empty(1, tokens, _head_size(one), dtype=torch.bfloat16) for _ in range(2))
+        turned = _head_size(one) // (1 + (one.model_type == "gpt_oss"))  # its angles are not repeated
+        angles = tuple(torch.empty(1, tokens, turned, dtype=torch.bfloat16) for _ in range(2))
         backend = partial(compile_fx, inner_compile=_without_kernels)
         compiled = torch.compile(layer.forward, backend=backend, dynamic=False)
 

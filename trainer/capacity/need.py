@@ -310,7 +310,8 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
     others = 4 * (shape.heads + shape.norms) + size * PROJECTIONS * work.lora_rank
     others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES) + _exchanged_bytes(shape, work)
-    states = (2 + shape.norms) * shape.hidden
+    # Of each norm after a part of a layer, what it reads; the sum of that part's result and its input is found again.
+    states = (3 + shape.norms // 2) * shape.hidden
     return size * (states + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
 
 
