@@ -192,6 +192,7 @@ def test_nothing_else_in_the_micro_batch_changes_a_path(plain: PreTrainedModel) 
         torch.testing.assert_close(logprobs, found[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_cuda_computes_what_a_processor_does(plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the formula that a kernel is compiled from, in layers that are traced whole, as on CUDA."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
