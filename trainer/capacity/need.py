@@ -299,17 +299,20 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
 def layer_bytes(shape: ModelShape, work: Work) -> int:
     """Return the bytes that autograd keeps of a token in a layer that is not recomputed.
 
-    A compiled layer keeps its input and the inputs and outputs of products and attention; of the MLP the gate, the
-    other factor and their product. It computes norms again from the scale of each token or head, which is a float32.
+    A compiled layer keeps its input and the inputs and outputs of products and attention, those only that a norm or
+    another product reads; of the MLP the gate, the other factor and their product. It computes norms again from the
+    scale of each token or head, which is a float32.
     A mixture also keeps a state before and after each of a token's experts, with the experts' numbers and places.
     """
     if work.device == "cpu" or work.has_rows:
         return uncompiled_layer_bytes(shape, work)
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
-    others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
+    others = 4 * (shape.heads + shape.norms) + size * PROJECTIONS * work.lora_rank
     others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES) + _exchanged_bytes(shape, work)
-    return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
+    # Of each norm after a part of a layer, what it reads; the sum of that part's result and its input is found again.
+    states = (3 + shape.norms // 2) * shape.hidden
+    return size * (states + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
 
 
 def _exchanged_bytes(shape: ModelShape, work: Work) -> int:

@@ -40,6 +40,8 @@ class ModelShape:
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
     is_bfloat16: bool
     """True when the checkpoint has bfloat16 numbers, by its configuration."""
+    norms: int = 2
+    """Norms of a layer's states; Gemma has one before and one after each part of a layer."""
     needs_rows: bool = False
     """True when the model cannot be computed over trees of tokens."""
     teachers: tuple[ModelShape, ...] = ()
@@ -66,8 +68,8 @@ class ModelShape:
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=experts * config.moe_intermediate_size
-            if experts and hasattr(config, "moe_intermediate_size")
+            intermediate=experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+            if experts
             else config.intermediate_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -80,8 +82,14 @@ class ModelShape:
             root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
+            norms=max(2, *(sum(_is_norm(part, config.hidden_size) for part in layer.children()) for layer in layers)),
             needs_rows=bool(obstacle_to_trees(config)),
         )
+
+
+def _is_norm(module: nn.Module, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.shape == (width,)
 
 
 def count(module: nn.Module) -> int:

@@ -184,6 +184,8 @@ def shard(
         _receive(module, state, ranks, has_offload=settings.cpu_offload is True)
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in configurations for the number of a layer's experts."""
 NARROWEST_HEAD = 16
 """The smallest size of a head that the kernel of attention has on GPUs."""
 
@@ -196,7 +198,7 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute, settings: TrainerS
             f"MODEL_NAME: {config.model_type} has attention heads of {width} numbers, and on a GPU at least "
             f"{NARROWEST_HEAD} are needed; choose another model, or set CUDA_VISIBLE_DEVICES= to train on the processor"
         )
-    if chosen.compute_type == "float32" and getattr(config, "num_experts", None):
+    if chosen.compute_type == "float32" and any(getattr(config, name, None) for name in EXPERTS):
         raise ConfigurationError(
             "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE and "
             "PUBLISH_TYPE to bfloat16"

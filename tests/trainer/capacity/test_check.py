@@ -412,3 +412,9 @@ def test_rows_are_counted_without_a_compiler() -> None:
     assert stored_bytes(shape, rows) > stored_bytes(shape, trees)
     with pytest.raises(ConfigurationError, match="ACTIVATION_CHECKPOINTING is selective"):
         check(settings(activation_checkpointing="selective"), shape, machine)
+
+
+@pytest.mark.parametrize(("family", "intermediate", "norms"), [("gpt_oss", 2 * 48, 2), ("gemma2", 48, 4)])
+def test_widths_of_experts_and_norms_of_a_layer_are_counted(family: str, intermediate: int, norms: int) -> None:
+    shape = ModelShape.of(FAMILIES[family])
+    assert (shape.intermediate, shape.norms, shape.needs_rows) == (intermediate, norms, False)
