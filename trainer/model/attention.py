@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.attention_layout import AttentionLayout
+from trainer.model.recurrent import LAYER_TYPES, RECURRENT, is_recurrent, obstacle_to_states
 
 TREES = {
     *(
@@ -49,13 +50,16 @@ SCORE_CAPS = ("attn_logit_softcapping", "logits_soft_cap")
 
 def obstacle_to_trees(config: PretrainedConfig) -> str:
     """Return what keeps a model from being computed over trees of tokens; "" if nothing does."""
-    if config.model_type not in TREES or getattr(config, "auto_map", None):
+    if config.model_type not in TREES | RECURRENT or getattr(config, "auto_map", None):
         return "is not among the models that are computed over trees of tokens"
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         layer_types = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
-    if others := set(layer_types) - {"full_attention"}:
+    known = {"full_attention"} | (LAYER_TYPES if is_recurrent(config) else set())
+    if others := set(layer_types) - known:
         return f"has layers of type {', '.join(sorted(others))}"
+    if is_recurrent(config) and (obstacle := obstacle_to_states(config)):
+        return obstacle
     for name in SCORE_CAPS:
         if getattr(config, name, None) is not None:
             return f"caps attention scores ({name})"

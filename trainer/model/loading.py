@@ -27,6 +27,7 @@ from trainer.config import Layout, TrainerSettings
 from trainer.model.attention import TREE_ATTENTION, obstacle_to_trees
 from trainer.model.logprobs import check_logits
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import check_states, is_recurrent, share_states
 
 LORA_TARGETS = "all-linear"
 
@@ -105,8 +106,13 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, **options)
+    has_states = settings.layout is not Layout.ROWS and is_recurrent(config)
+    if has_states:
+        share_states(model)
     if materialise:
         check_logits(model)
+        if has_states:
+            check_states(decoder_layers(model.base_model))
     return cast("PreTrainedModel", model)
 
 
