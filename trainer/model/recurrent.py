@@ -19,7 +19,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import embedding, pad, softplus
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.core.errors import ConfigurationError
@@ -46,9 +46,6 @@ def obstacle_to_states(config: PretrainedConfig) -> str:
     """Return what keeps a model's recurrent layers from being computed over trees of tokens; "" if nothing does."""
     if Version(transformers.__version__) < Version(OLDEST):
         return f"has recurrent layers, whose states are shared with transformers {OLDEST} or newer"
-    # Padding must leave a state of Mamba-2 as it is: its time step is 0.
-    if (getattr(config, "time_step_limit", None) or (0,))[0] > 0:
-        return "has a least time step (time_step_limit)"
     return ""
 
 
@@ -137,7 +134,7 @@ def delta_rule(
         result: tuple[Tensor, Tensor] = own(*tokens, g=gates[0], beta=gates[1], **kept)
         return result
 
-    return _by_depth(segments, [query, key, value], [(g, 0.0), (beta, 0.0)], scan), None
+    return _by_depth(segments, [query, key, value], [g, beta], scan), None
 
 
 def mamba2_scan(
@@ -148,7 +145,7 @@ def mamba2_scan(
     Args:
         own: the function, of whole sequences; it takes ``initial_states`` and can return the final ones.
         x: [1, T, H, P].
-        dt: [1, T, H], time steps before softplus; -inf gives the step 0, which leaves a state as it is.
+        dt: [1, T, H], time steps before ``dt_bias``, softplus and ``dt_limit``.
         a: [H], rates of decay.
         b: [1, T, G, N], from inputs to states.
         c: [1, T, G, N], from states to outputs.
@@ -162,12 +159,16 @@ def mamba2_scan(
         result: Tensor = own(x, dt, a, b, c, seq_idx=segments, **options)
         return result
 
+    # Padding has the step 0, which leaves a state as it is; the model's limit would make it longer.
+    step = softplus(dt.float() + options.pop("dt_bias").float()).clamp(*options.pop("dt_limit"))
+    options["dt_softplus"] = False
+
     def scan(tokens: list[Tensor], gates: list[Tensor], state: Tensor | None, is_kept: bool) -> tuple[Tensor, Any]:
         kept = options | {"initial_states": state, "return_final_states": is_kept}
         result = own(tokens[0], gates[0], a, *tokens[1:], **kept)
         return result if is_kept else (result, None)
 
-    return _by_depth(segments, [x, b, c], [(dt, -torch.inf)], scan)
+    return _by_depth(segments, [x, b, c], [step], scan)
 
 
 OVER_TREES: dict[str, Callable[..., Any]] = {
@@ -181,7 +182,7 @@ OVER_TREES: dict[str, Callable[..., Any]] = {
 def _by_depth(
     segments: Segments,
     tokens: Sequence[Tensor],
-    gates: Sequence[tuple[Tensor, float]],
+    gates: Sequence[Tensor],
     scan: Callable[[list[Tensor], list[Tensor], Tensor | None, bool], tuple[Tensor, Any]],
 ) -> Tensor:
     """Return the outputs [1, T, ...] of a recurrence over trees, computed depth by depth.
@@ -189,7 +190,7 @@ def _by_depth(
     Args:
         segments: the segments of the trees.
         tokens: what the recurrence reads of each token, [1, T, ...]. Padding has that of token 0.
-        gates: [1, T, H] each, and the number with which padding leaves the state as it is.
+        gates: [1, T, H] each; padding has zeros, which leave a state as it is.
         scan: from R rows of tokens and gates, [R, L, ...], the states [R, ...] that they begin from, or None, and
             whether their states are needed, the outputs [R, L, ...] and the states after the last tokens.
     """
@@ -200,8 +201,8 @@ def _by_depth(
         after: list[Tensor] = []
         for one in scans:
             rows = [_rows(x[0], one.rows) for x in tokens]
-            neutral = [_rows(x[0], one.rows).masked_fill(one.is_padding[..., None], value) for x, value in gates]
-            output, final = scan(rows, neutral, None if states is None else _rows(states, one.parents), is_kept)
+            gated = [_rows(x[0], one.rows).masked_fill(one.is_padding[..., None], 0) for x in gates]
+            output, final = scan(rows, gated, None if states is None else _rows(states, one.parents), is_kept)
             outputs.append(output.flatten(0, 1))
             after.append(final)
         states = torch.cat(after) if is_kept else None
