@@ -74,16 +74,20 @@ def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]
     """Return the layout of micro-batches that models read, the policy's first: trees only if each can be computed so.
 
     Raises:
-        ConfigurationError: LAYOUT=tree and one of them cannot, or CONTEXT_PARALLEL_SIZE and the layout is rows.
+        ConfigurationError: LAYOUT=tree and one of them cannot, or CONTEXT_PARALLEL_SIZE and the layout is rows or one
+            of them has recurrent layers.
     """
+    configs = list(configs)
     obstacles = [f"{config.model_type} {reason}" for config in configs if (reason := obstacle_to_trees(config))]
     if settings.layout is Layout.TREE and obstacles:
         raise ConfigurationError(f"LAYOUT=tree: {obstacles[0]}; set LAYOUT=auto or rows")
     is_rows = settings.layout is Layout.ROWS or bool(obstacles)
-    if is_rows and settings.context_parallel_size > 1:
-        reason = obstacles[0] if obstacles else "LAYOUT is rows"
+    reasons = obstacles + ["LAYOUT is rows"] * is_rows
+    reasons += [f"{config.model_type} has recurrent layers" for config in configs if is_recurrent(config)]
+    if reasons and settings.context_parallel_size > 1:
         raise ConfigurationError(
-            f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree, and {reason}; set it to 1"
+            f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree and layers of attention, and "
+            f"{reasons[0]}; set it to 1"
         )
     if is_rows and settings.attention_kernel == "flash":
         raise ConfigurationError("ATTENTION_KERNEL=flash needs LAYOUT=tree; set it to triton")
