@@ -39,9 +39,7 @@ class Scan:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Scan:
         """Return a copy with every tensor changed, such as moved to a device."""
-        return Scan(
-            change(self.rows), change(self.is_padding), None if self.parents is None else change(self.parents)
-        )
+        return Scan(change(self.rows), change(self.is_padding), None if self.parents is None else change(self.parents))
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,9 @@ class Segments:
                 is_padding = torch.arange(rows.shape[1]) >= lengths[:, None]
                 unpack[rows[~is_padding]] = used + (~is_padding).flatten().nonzero()[:, 0]
                 used += rows.numel()
-                scans.append(Scan(rows, is_padding, torch.tensor([above[parents[n]] for n in alike]) if above else None))
+                scans.append(
+                    Scan(rows, is_padding, torch.tensor([above[parents[n]] for n in alike]) if above else None)
+                )
             depths.append(tuple(scans))
         return cls(tuple(depths), unpack, *_convolution_row(tokens, parents, len(ends)))
 
