@@ -207,7 +207,7 @@ def test_a_step_is_the_same_by_either_layout(
     model = save_model(tmp_path, AutoConfig.for_model(family, **SHAPE | FAMILIES[family]))
     updates, weights = [], []
     for layout in (Layout.TREE, Layout.ROWS):
-        settings = TrainerSettings(model_name=str(model), layout=layout, micro_batch_tokens=300, **options)
+        settings = TrainerSettings(model_name=str(model), layout=layout, micro_batch_tokens=1000, **options)
         ranks = alone.laid_out(layout)
         policy = load_policy(settings, ranks)
         updates.append(Learner(settings, policy, ranks, None, 1).update(THREE_LEVELS, 0).metrics)
