@@ -122,6 +122,7 @@ def measure_here(work: Work) -> Rank:
         settings = TrainerSettings.load()
         if is_on_gpu := ranks.device.type == "cuda":
             settings, ranks, _room = preflight(settings, ranks)
+        ranks = ranks.laid_out(settings.layout)
         policy = load_policy(settings, ranks)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)

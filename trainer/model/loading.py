@@ -116,7 +116,7 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
     if materialise:
         check_logits(model)
         if has_states:
-            check_states(decoder_layers(model.base_model))
+            check_states(decoder_layers(model.base_model), config.hidden_size)
     return cast("PreTrainedModel", model)
 
 

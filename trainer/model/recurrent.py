@@ -69,15 +69,18 @@ def share_states(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def check_states(layers: Sequence[nn.Module]) -> None:
+def check_states(layers: Sequence[nn.Module], width: int) -> None:
     """Compare a model's first recurrent layer over a tree of three tokens with itself over one path of it.
+
+    Args:
+        layers: the model's layers.
+        width: the size of their states.
 
     Raises:
         ConfigurationError: they differ, because transformers computes the layer in another way than ``share_states``
             expects.
     """
     layer = next(layer for layer in layers if mixes_by_states(layer))
-    width = next(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
     states = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
     path = torch.tensor([0, 2])
     in_tree = layer(states, position_embeddings=None, seq_idx=Segments.of(torch.tensor([3, 2, 3])))[:, path]
