@@ -11,8 +11,10 @@ gradient flows back into the parent by this state.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -65,7 +67,19 @@ def share_states(model: PreTrainedModel) -> None:
     for name, over_trees in OVER_TREES.items():
         own = getattr(code, name, None)
         if own is not None and not isinstance(own, partial):
-            setattr(code, name, partial(over_trees, own))
+            setattr(code, name, update_wrapper(partial(over_trees, own), own))
+
+
+@contextmanager
+def without_kernels(mixer: nn.Module) -> Iterator[None]:
+    """Let the modules of a mixer's file compute in PyTorch, also where kernels are installed, within the context."""
+    code = vars(sys.modules[type(mixer).__module__])
+    own = {name: code[name] for name in OVER_TREES if name in code}
+    code.update({name: unwrap(function) for name, function in own.items()})
+    try:
+        yield
+    finally:
+        code.update(own)
 
 
 @torch.no_grad()
