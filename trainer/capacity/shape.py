@@ -68,7 +68,8 @@ class ModelShape:
         heads = config.num_attention_heads
         experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
         linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
-        recurrent = [layer for layer in layers if mixes_by_states(layer)] if is_recurrent(config) else []
+        obstacle = obstacle_to_trees(config)
+        recurrent = [layer for layer in layers if is_recurrent(config) and not obstacle and mixes_by_states(layer)]
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -86,7 +87,7 @@ class ModelShape:
             root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
-            needs_rows=bool(obstacle_to_trees(config)),
+            needs_rows=bool(obstacle),
             recurrent_layers=len(recurrent),
             mixer_bytes=_mixer_bytes(recurrent[0], config.hidden_size) if recurrent else 0,
         )

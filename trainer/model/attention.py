@@ -55,7 +55,7 @@ def obstacle_to_trees(config: PretrainedConfig) -> str:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         layer_types = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
-    known = {"full_attention"} | (LAYER_TYPES if is_recurrent(config) else set())
+    known = {"full_attention"} | (LAYER_TYPES if config.model_type in RECURRENT else set())
     if others := set(layer_types) - known:
         return f"has layers of type {', '.join(sorted(others))}"
     if is_recurrent(config) and (obstacle := obstacle_to_states(config)):

@@ -33,15 +33,17 @@ RECURRENT = {
     *("granitemoehybrid", "nemotron_h"),
 }
 """The types of models with recurrent layers that are computed over trees of tokens, and are tested to be."""
-LAYER_TYPES = {"linear_attention", "conv", "mlp", "moe"}
-"""Their types of layers besides full attention, in configurations."""
+STATES = {"linear_attention", "conv"}
+"""Their types of recurrent layers, in configurations."""
+LAYER_TYPES = STATES | {"mlp", "moe"}
+"""Their types of layers besides full attention."""
 OLDEST = "5.19"
 """The oldest transformers whose modules call the functions below."""
 
 
 def is_recurrent(config: PretrainedConfig) -> bool:
-    """Return whether a model that is computed over trees of tokens has recurrent layers."""
-    return config.model_type in RECURRENT
+    """Return whether a model of a type in RECURRENT has recurrent layers: some of Granite 4 have none."""
+    return config.model_type in RECURRENT and not STATES.isdisjoint(config.layer_types or STATES)
 
 
 def obstacle_to_states(config: PretrainedConfig) -> str:
@@ -219,7 +221,8 @@ def _by_depth(
         for one in scans:
             rows = [_rows(x[0], one.rows) for x in tokens]
             gated = [_rows(x[0], one.rows).masked_fill(one.is_padding[..., None], 0) for x in gates]
-            output, final = scan(rows, gated, None if states is None else _rows(states, one.parents), is_kept)
+            begun = None if states is None or one.parents is None else _rows(states, one.parents)
+            output, final = scan(rows, gated, begun, is_kept)
             outputs.append(output.flatten(0, 1))
             after.append(final)
         states = torch.cat(after) if is_kept else None

@@ -44,8 +44,8 @@ def test_a_state_has_seen_the_path_of_its_token(groups: list[TrainingGroup]) -> 
     assert scanned(batch.segments) == paths
     history, places = batch.segments.history.tolist(), batch.segments.places.tolist()
     zeros = (len(paths),) * HISTORY
-    for place, path in zip(places, paths, strict=True):
-        assert tuple(history[place - HISTORY : place + 1]) == (zeros + path)[-HISTORY - 1 :]
+    for place, seen in zip(places, paths, strict=True):
+        assert tuple(history[place - HISTORY : place + 1]) == (zeros + seen)[-HISTORY - 1 :]
 
 
 def test_segments_of_similar_lengths_share_a_call() -> None:

@@ -124,6 +124,7 @@ def test_rows_of_a_micro_batch_are_of_similar_lengths(
     [
         *((family, {}, "auto", Layout.TREE) for family in ("llama", "qwen3", "qwen3_moe")),
         *((family, OTHERS[family], "auto", Layout.TREE) for family in ("qwen3_5_text", "lfm2")),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "layer_types": ["full_attention"] * 2}, "auto", Layout.TREE),
         *((family, OTHERS[family], "auto", Layout.ROWS) for family in ("gemma2", "gpt_oss")),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "auto", Layout.ROWS),
         ("mistral", {"sliding_window": 8}, "auto", Layout.ROWS),
