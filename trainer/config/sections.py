@@ -529,12 +529,14 @@ class MemorySection(MemorySettings):
     layout: Layout = Layout.AUTO
     """`tree`: tokens that completions of a prompt share are computed once, in the trainer's own attention. `rows`: each
     completion is a row with its prompt, padded on the right, in the model's own forward pass, which takes every causal
-    language model of transformers. `auto`: trees for families whose attention the trainer knows (Llama, Qwen2, Qwen3,
-    Gemma, gpt-oss and others without recurrent layers), otherwise rows."""
+    language model of transformers. `auto`: trees for families whose layers the trainer knows (Llama, Qwen2, Qwen3,
+    Gemma, gpt-oss and others; the recurrent layers of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H), otherwise
+    rows."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
     than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
-    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that."""
+    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that. Models with
+    recurrent layers need 1."""
 
 
 class PublishingSection(Settings):

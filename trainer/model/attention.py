@@ -28,6 +28,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.attention_layout import AttentionLayout, Block, hidden
+from trainer.model.recurrent import LAYER_TYPES, RECURRENT, is_recurrent, obstacle_to_states
 
 TREES = {
     *("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
@@ -43,15 +44,18 @@ WITHOUT_WINDOWS = ("qwen2_moe",)
 
 def obstacle_to_trees(config: PretrainedConfig) -> str:
     """Return what keeps a model from being computed over trees of tokens; "" if nothing does."""
-    if config.model_type not in TREES or getattr(config, "auto_map", None):
+    if config.model_type not in TREES | RECURRENT or getattr(config, "auto_map", None):
         return "is not among the models that are computed over trees of tokens"
     layer_types = getattr(config, "layer_types", None) or ()
-    if others := set(layer_types) - {"full_attention", "sliding_attention"}:
+    known = {"full_attention", "sliding_attention"} | (LAYER_TYPES if config.model_type in RECURRENT else set())
+    if others := set(layer_types) - known:
         return f"has layers of type {', '.join(sorted(others))}"
     if "sliding_attention" in layer_types and config.model_type in WITHOUT_WINDOWS:
         return "has layers with a window that their attention is not told"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "lets tokens see later ones (use_bidirectional_attention)"
+    if is_recurrent(config) and (obstacle := obstacle_to_states(config)):
+        return obstacle
     return ""
 
 

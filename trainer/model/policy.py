@@ -52,6 +52,7 @@ from trainer.model.loading import (
 )
 from trainer.model.logprobs import Lesson, LogitForm, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import is_recurrent
 from trainer.model.rounding import Masters, NearestRounding, Rounding, UnbiasedRounding
 from trainer.model.sharding import reshard, shard
 
@@ -300,8 +301,10 @@ def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     layout: Any = batch.layout.prepared(windows_of(decoder.config))
     if batch.context.size > 1:
         layout = SharedLayout(layout, batch.context.group, batch.context.rank)
-    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], "layout": layout}
+    if is_recurrent(decoder.config):
+        inputs["seq_idx"] = batch.segments
+    states = decoder(**inputs, use_cache=False).last_hidden_state[0]
     # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
     return cast("Tensor", states.index_select(0, batch.predict_rows))
 

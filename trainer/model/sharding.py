@@ -35,6 +35,7 @@ from trainer.config.sections import SELECTIVE_BUDGET
 from trainer.model.attention import GRAPHS, choose_kernel
 from trainer.model.loading import ValueHead, decoder_layers
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import mixes_by_states
 
 
 class PairwiseReduceScatter(ReduceScatter):
@@ -172,7 +173,8 @@ def shard(
     if ranks.device.type == "cuda" and not ranks.has_rows:
         _check_kernels(decoder.config, chosen, settings)
         decoder.set_experts_implementation(GATHERED_EXPERTS)
-        compile_layers(layers, settings)
+        # The kernels of recurrent layers are not the compiler's.
+        compile_layers([layer for layer in layers if not mixes_by_states(layer)], settings)
     if has_checkpointing:
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
         wrapped = dict.fromkeys(layers)

@@ -26,6 +26,7 @@ from trainer.model.logprobs import check_logits
 from trainer.model.micro_batching import MOST_PADDING, share_out_rows
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import is_recurrent
 
 DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -124,8 +125,8 @@ def test_rows_of_a_micro_batch_are_of_similar_lengths(
     ("family", "options", "layout", "expected"),
     [
         *((family, {}, "auto", Layout.TREE) for family in ("llama", "qwen3", "qwen3_moe")),
-        *((family, OTHERS[family], "auto", Layout.TREE) for family in ("gemma2", "gpt_oss")),
-        *((family, OTHERS[family], "auto", Layout.ROWS) for family in ("qwen3_5_text", "lfm2")),
+        *((family, OTHERS[family], "auto", Layout.TREE) for family in ("gemma2", "gpt_oss", "qwen3_5_text", "lfm2")),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "layer_types": ["full_attention"] * 2}, "auto", Layout.TREE),
         ("mistral", {"sliding_window": 8}, "auto", Layout.TREE),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "auto", Layout.ROWS),
         ("gemma3_text", {"use_bidirectional_attention": True}, "auto", Layout.ROWS),
@@ -144,7 +145,7 @@ def test_trees_are_taken_where_every_layer_is_known(
             choose_layout(settings, configs)
         return
     assert choose_layout(settings, configs) is expected
-    if expected is Layout.ROWS:
+    if expected is Layout.ROWS or is_recurrent(configs[1]):
         with pytest.raises(ConfigurationError, match="CONTEXT_PARALLEL_SIZE=2"):
             choose_layout(settings.model_copy(update={"context_parallel_size": 2}), configs)
 
