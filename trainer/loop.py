@@ -5,6 +5,7 @@ Rank 0 runs it. ``services`` has its calls to the services, and ``rank_calls`` t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from trainer.config.objective import Objective
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
-from trainer.publishing.probe import Probe
 from trainer.publishing.publisher import Publisher
 from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError, computation
 from trainer.reporting.profiles import StepProfile
@@ -78,7 +78,7 @@ class TrainingLoop:
         self.publisher = Publisher(
             self.settings, thread, writer, on_all_ranks(writer.write), on_all_ranks(writer.release)
         )
-        self.probe = Probe(self.publisher, self.learner.policy, on_all_ranks(self.learner.logprobs))
+        self.status.refusals = self.publisher.prover.refusals
         save, store = on_all_ranks(rank_calls.save_checkpoint), rank_calls.checkpoints
         self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, store, save, on_all_ranks)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services.ask_engines)
@@ -101,9 +101,10 @@ class TrainingLoop:
             if self.settings.needs_engines:
                 self.enter("publish", "writing the first policy version")
                 # The version is written before the wait for workers, because an engine that starts may wait for it.
+                self.remember_answers()
                 self.on_all_ranks(self.rank_calls.writer.write)(self.state.policy_version)
                 self.services.wait_for_workers()
-                self.publish(Batch(self.objective))
+                self.publish()
             if self.state.step == 0:
                 self.evaluate_outside_steps()
             self.status.clock.lap()
@@ -112,7 +113,7 @@ class TrainingLoop:
             if self.state.evaluated_step != self.state.step:
                 # METHOD=sft publishes only what is evaluated, and the prompts may end between two evaluations.
                 if self.settings.needs_engines and self.status.policy_version != self.state.policy_version:
-                    self.publish(Batch(self.objective))
+                    self.publish()
                 self.evaluate_outside_steps(is_last=True)
             self.save_checkpoint(wait=True)
         except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
@@ -162,7 +163,7 @@ class TrainingLoop:
             services.acknowledge({group.group_id: self.objective.priority(group) for group in groups})
             is_evaluated = self.is_due(settings.eval_every) or state.step == self.total_steps
             if is_sampled or (is_evaluated and settings.needs_engines):
-                metrics |= self.publish(batch)
+                metrics |= self.publish()
             if is_evaluated:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
             self.enter("record", "asking for the account of tokens")
@@ -296,18 +297,26 @@ class TrainingLoop:
             )
         return result
 
-    def publish(self, batch: Batch) -> dict[str, float]:
+    def publish(self) -> dict[str, float]:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
         way = f" over the shared volume, because no broadcast works: {self.publisher.refusal}"
         way = way if self.publisher.refusal else ""
         self.enter("publish", f"publishing policy version {version} to the rollout workers{way}")
+        remembering = self.remember_answers()
         self.on_all_ranks(self.rank_calls.leave_gpu)()  # for engines that wake and take their memory back
-        metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
-        if self.settings.engine_sleeps:
-            self.on_all_ranks(self.rank_calls.leave_gpu)()  # the probe has gathered the parameters
+        metrics = self.publisher.publish(version)
+        if "proof_seconds" in metrics:
+            metrics["proof_seconds"] += remembering
         self.status.policy_version = version
         return metrics
+
+    def remember_answers(self) -> float:
+        """Compute the answers by which workers prove the policy's version; return the seconds."""
+        started = time.perf_counter()
+        logprobs = self.on_all_ranks(self.learner.logprobs)
+        self.publisher.prover.remember(self.state.policy_version, self.learner.policy, logprobs)
+        return time.perf_counter() - started
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
