@@ -103,7 +103,7 @@ class TrainingLoop:
                 # The version is written before the wait for workers, because an engine that starts may wait for it.
                 self.remember_answers()
                 self.on_all_ranks(self.rank_calls.writer.write)(self.state.policy_version)
-                self.services.wait_for_workers()
+                self.services.wait_for_workers(self.publisher.keep_on_volume)
                 self.publish()
             if self.state.step == 0:
                 self.evaluate_outside_steps()

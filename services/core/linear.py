@@ -39,7 +39,8 @@ class PackedLinear:
     @property
     def weight(self) -> Tensor:
         """A copy of the weight [out, in], read from oneDNN's layout."""
-        return self._weight.to_dense()
+        weight: Tensor = self._weight.to_dense()
+        return weight
 
     def _multiply(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")

@@ -106,7 +106,7 @@ class Outside:
     def forget_replay(self, label: str, deadline: float | None = None) -> None:
         self.forgotten.append(label)
 
-    def wait_for_workers(self) -> None:
+    def wait_for_workers(self, _meanwhile: Callable[[], None]) -> None:
         self.first.append("workers")
 
     def write(self, version: int) -> None:
