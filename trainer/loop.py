@@ -5,6 +5,7 @@ Rank 0 runs it. ``services`` has its calls to the services, and ``rank_calls`` t
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
+from services.engines.engine import WorkerRefusedError
 from services.protocol.groups import Group
 from services.run_page.progress import of_sources
 from trainer.algorithm.gae import critic_metrics
@@ -27,6 +29,7 @@ from trainer.config.objective import Objective
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
+from trainer.publishing.proof import is_unusual, name_part, to_score
 from trainer.publishing.publisher import Publisher
 from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError, computation
 from trainer.reporting.profiles import StepProfile
@@ -164,6 +167,7 @@ class TrainingLoop:
             is_evaluated = self.is_due(settings.eval_every) or state.step == self.total_steps
             if is_sampled or (is_evaluated and settings.needs_engines):
                 metrics |= self.publish()
+                metrics |= self.split_mismatch(batch, metrics, update.steps)
             if is_evaluated:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
             self.enter("record", "asking for the account of tokens")
@@ -310,6 +314,35 @@ class TrainingLoop:
             metrics["proof_seconds"] += remembering
         self.status.policy_version = version
         return metrics
+
+    def split_mismatch(self, batch: Batch, metrics: dict[str, float], updates: int) -> dict[str, float]:
+        """Say which part of an unusual ``kl_behaviour`` is wrong, and return the metrics of it.
+
+        Newly published weights are those of trainer and workers, so what they say of a few of the step's completions
+        has neither staleness nor wrong weights in it. With several updates a step the metric is no mismatch.
+        """
+        kl, staleness = metrics.get("kl_behaviour", 0.0), metrics.get("staleness_max", 0.0)
+        usual, policy = metrics.get("probe_difference", 0.0), self.learner.policy
+        if updates > 1 or not is_unusual(kl, usual, staleness):
+            return {}
+        groups = to_score(batch.prepared(batch.groups), policy.config.vocab_size)
+        ours = self.on_all_ranks(self.learner.logprobs)(groups, temperature=1.0)
+        try:
+            theirs = self.publisher.rescored([[*g.prompt_ids, *g.sequences[0].completion_ids.tolist()] for g in groups])
+        except (WorkerRefusedError, DependencyLostError) as error:
+            log.warning("a mismatch cannot be split", reason=str(error))
+            return {}
+        distances = [
+            min(abs(a - b), 1.0)
+            for (own,), all_ in zip(ours, theirs, strict=True)
+            for a, b in zip(own, all_[-len(own) :], strict=True)
+        ]
+        if not distances:
+            return {}
+        residual = statistics.fmean(distances)
+        part, sentence = name_part(kl, residual, usual, staleness)
+        log.warning(sentence, part=part, step=self.state.step)
+        return {"gap_residual": residual}
 
     def remember_answers(self) -> float:
         """Compute the answers by which workers prove the policy's version; return the seconds."""

@@ -98,6 +98,8 @@ class Evidence:
     """The trainer's answers by version."""
     digests: dict[int, dict[str, list[str]]] = field(default_factory=dict)
     """By version and name the digest of each tensor, and of its value rounded to bfloat16 where that differs."""
+    with_zeros: set[str] = field(default_factory=set)
+    """The tensors of the first version that have zeros, whose sign the dither of rounding may change."""
     noise: float = 0.0
     """The largest root mean square of the difference between the answers of a worker and the trainer; 0: not known."""
 
@@ -131,7 +133,7 @@ class Evidence:
         answers, digests = (
             {int(key): value for key, value in content[name].items()} for name in ("answers", "digests")
         )
-        return cls(content["token_ids"], answers, digests, content["noise"])
+        return cls(content["token_ids"], answers, digests, noise=content["noise"])
 
     def served_by_digests(self, found: Mapping[str, str]) -> int | None:
         """Return the other version whose tensors these are, if one is remembered."""

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from services.core.tasks import in_background
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.proof import (
     MODEL_ALONE,
+    NOISE_FACTOR,
     REFUSED_FILES,
     Reference,
     UnprovenError,
     Verdict,
     alone,
     answer,
+    fused,
     judge,
     prove_by_name,
     sentence,
@@ -41,6 +44,7 @@ from services.weights.policy_store import FIRST_VERSION, PolicyStore
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
+from trainer.model.micro_batching import unknown_ids
 from trainer.model.policy import Policy
 from trainer.publishing.writer import VersionWriter
 
@@ -145,8 +149,10 @@ class Prover:
             await self._compare_with_before(version, engine, sums)
         if version == FIRST_VERSION and (first := self._first.get(url)) and sums != first:
             changed = {name for rank in first for name in first[rank] if first[rank].get(name) != sums[rank].get(name)}
-            what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
-            raise UnprovenError(url, version, what, None, sorted(changed))
+            changed -= {*self._evidence.with_zeros, *map(fused, self._evidence.with_zeros)}
+            if changed:
+                what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
+                raise UnprovenError(url, version, what, None, sorted(changed))
         self._pause = max(self._pause, time.perf_counter() - started)
 
     async def _compare_with_before(self, version: int, engine: Engine, sums: Sums) -> None:
@@ -267,3 +273,59 @@ class Prover:
 
 def _dumped(sums: Sums) -> bytes:
     return orjson.dumps(sums, option=orjson.OPT_SORT_KEYS)
+
+
+# --- the parts of a mismatch -----------------------------------------------------------------------------------------
+
+USUAL_KL = 0.05
+"""Largest usual ``kl_behaviour`` of a step in bfloat16, or of stale tokens, in nats a token."""
+EXACT_KL = 1e-6
+"""The same of tokens that are not stale where trainer and engines compute in float32."""
+EXACT_NOISE = 1e-4
+"""Noise of a worker's answers below which both compute in float32."""
+SPLIT_COMPLETIONS, SPLIT_TOKENS = 4, 512
+"""Completions of a step that are scored again, and their longest length with the prompt."""
+
+
+def is_unusual(kl: float, noise: float, staleness: float) -> bool:
+    """Return whether a step's ``kl_behaviour`` is not what types and staleness explain; never without any noise."""
+    return noise > 0 and kl > (EXACT_KL if noise < EXACT_NOISE and not staleness else USUAL_KL)
+
+
+def to_score(groups: Sequence[TrainingGroup], vocab_size: int) -> list[TrainingGroup]:
+    """Return a few completions of a step, each as a group of its own without a loss mask."""
+    found: list[TrainingGroup] = []
+    for group in groups:
+        whole = replace(group, sequences=[group.sequences[0].model_copy(update={"loss_mask": None})])
+        is_short = 0 < whole.sequences[0].tokens <= SPLIT_TOKENS - len(group.prompt_ids)
+        if is_short and not len(unknown_ids(whole, vocab_size)):
+            found.append(whole)
+    return found[:SPLIT_COMPLETIONS]
+
+
+def name_part(kl: float, residual: float, usual: float, staleness: float) -> tuple[str, str]:
+    """Return the part of a step's mismatch that is wrong (numeric, stale or sampling), and what to do in a sentence.
+
+    Args:
+        kl: the step's ``kl_behaviour``, nats a token.
+        residual: mean of |log pi_engine - log pi_trainer| over the step's completions, both with the newest version.
+        usual: the same over the fixed text.
+        staleness: the largest of a group, in versions.
+    """
+    start = f"kl_behaviour is {kl:.2g} nats a token;"
+    if residual > max(NOISE_FACTOR * usual, EXACT_NOISE):
+        return "numeric", (
+            f"{start} with the same version, engine and trainer differ by {residual:.2g} nats on its completions "
+            f"and by {usual:.2g} on the fixed text: compare the types in the lines `computing` of both logs, "
+            "positions, packing and the model's configuration"
+        )
+    if staleness:
+        return "stale", (
+            f"{start} its tokens are up to {staleness:g} versions old, and with the same version engine and trainer "
+            f"differ by {residual:.2g} nats only: lower MAX_STALENESS or LEARNING_RATE"
+        )
+    return "sampling", (
+        f"{start} engine and trainer agree on its completions ({residual:.2g} nats), so their tokens are of another "
+        "distribution than the one that is trained: compare TEMPERATURE, top-p, top-k and penalties, also those in "
+        "generation_config.json, and the tokens of the chat template"
+    )

@@ -26,6 +26,7 @@ from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Delivery, Engine, Requests, WorkerRefusedError, from_directory
 from services.engines.proof import UnprovenError, Verdict
 from services.engines.router import NCCL_LABEL, RouterAdmin, Worker
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.capacity.seconds import WEIGHT_BYTES, publish_seconds
 from trainer.capacity.shape import ModelShape
 from trainer.config import TrainerSettings, Transport
@@ -129,6 +130,22 @@ class Publisher:
             self.writer.state = {}
             if self.writer.on_gpus is not None:
                 self._release()
+
+    def rescored(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return a worker's log-probabilities of the tokens but the first of each text, with the newest version.
+
+        Raises:
+            WorkerRefusedError, DependencyLostError: it gave none.
+        """
+
+        async def ask(engine: Engine) -> list[list[float]]:
+            adapter = ADAPTER_NAME if self.settings.lora_rank else None
+            return await asyncio.gather(*(engine.rescore(text, adapter) for text in texts))
+
+        async def ask_one() -> list[list[float]]:
+            return await self._with((await self.registered_workers())[0], ask)
+
+        return self.services.call(ask_one())
 
     async def registered_workers(self, awaited: int | None = None, *, serve_it: bool = False) -> list[Worker]:
         """Return the workers that the router knows, once they are at least MIN_WORKERS.

@@ -46,7 +46,7 @@ from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.weights.broadcast_group import flattened
 from services.weights.digests import published_digests
-from services.weights.policy_store import PolicyStore
+from services.weights.policy_store import FIRST_VERSION, PolicyStore
 from services.weights.shared_tensors import pack_bucket
 from trainer.config import PublishedType, TrainerSettings, Transport
 from trainer.model.gathering import gather_state
@@ -208,6 +208,8 @@ class VersionWriter:
 
     def _hash(self, version: int, state: Mapping[str, Tensor]) -> None:
         """Compute the digests of a version; in a thread, while it is written and sent."""
+        if version == FIRST_VERSION:
+            self.evidence.with_zeros = {name for name, tensor in state.items() if not tensor.all()}
         self.evidence.note_digests(version, published_digests(state.items()))
 
     def _save(self, version: int, save: Save, directory: Path) -> None:

@@ -180,6 +180,11 @@ MEASURES: tuple[Measure, ...] = (
         "Least share of the change between two versions that a worker's answers show; left out while no two differ by "
         "four times the noise.",
     ),
+    _plain(
+        "gap_residual",
+        "Mean difference, at most 1 nat a token, between a worker's and the trainer's log-probabilities of the step's "
+        "completions with the same version; measured when kl_behaviour is unusual.",
+    ),
     _plain("served_version", "The oldest version that fits a worker's answers best; left out likewise."),
     _plain("peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
     Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),

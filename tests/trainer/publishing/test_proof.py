@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import structlog
 import torch
 from torch import Tensor
 
@@ -24,10 +26,13 @@ from services.embedded_engine.model import Weights
 from services.engines.proof import MODEL_ALONE, UnprovenError, note_refusal
 from services.engines.router import ENGINE_LABEL
 from tests.fake_service import fake_service, name_router
+from tests.sequences import trained_sequence
 from tests.services.embedded_engine.conftest import settings_for
 from tests.services.run_page.serving import served_ready
 from tests.trainer.rank_jobs import change, make_learner
 from tests.waiting import wait_until
+from trainer.algorithm.packing import TrainingGroup
+from trainer.loop import TrainingLoop
 from trainer.model.ranks import join_ranks
 from trainer.publishing import broadcast
 from trainer.publishing.publisher import Publisher
@@ -281,3 +286,35 @@ def test_one_stale_worker_of_two_leaves_the_routing_and_its_second_failure_ends_
     with pytest.raises(ConfigurationError):
         run.publisher.keep_on_volume()
     assert [each["worker"] for each in run.refusals] == 2 * [record["worker"]]
+
+
+# --- the parts of a mismatch ---
+
+
+@pytest.mark.parametrize(
+    ("staleness", "kl", "is_off", "part"),
+    [
+        (0.0, 1e-4, False, "sampling"),
+        (0.0, 1e-4, True, "numeric"),
+        (2.0, 0.2, False, "stale"),
+        (2.0, 0.02, False, None),
+        (0.0, 1e-9, False, None),
+    ],
+)
+def test_an_unusual_mismatch_is_named_by_its_part(
+    start: Callable[..., Run], staleness: float, kl: float, is_off: bool, part: str | None
+) -> None:
+    run = start(compute_type="float32")
+    metrics = run.publish(0) | {"kl_behaviour": kl, "staleness_max": staleness}
+    if is_off:
+        change(run.learner.policy, STEP)
+    groups = [TrainingGroup([5, 12], [trained_sequence([6, 15, 7], [-1.0] * 3)])]
+    loop: Any = SimpleNamespace(
+        learner=run.learner, publisher=run.publisher, on_all_ranks=lambda call: call, state=SimpleNamespace(step=1)
+    )
+    batch: Any = SimpleNamespace(groups=groups, prepared=lambda made: made)
+    with structlog.testing.capture_logs() as lines:
+        found = TrainingLoop.split_mismatch(loop, batch, metrics, 1)
+    assert [line["part"] for line in lines if "part" in line] == ([part] if part else [])
+    assert (found.get("gap_residual", 0.0) > 0.01) == is_off
+    assert TrainingLoop.split_mismatch(loop, batch, metrics, 2) == {}
