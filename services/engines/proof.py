@@ -50,7 +50,13 @@ NAMED = 3
 
 Answers = NDArray[np.float64]
 """Log-probabilities of the fixed text's tokens but the first, [N]."""
-_FUSED = re.compile(r"\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>gate_proj|up_proj))\.")
+_FUSED = (
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13_"),
+    (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
+    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
+"""The names of parts in a checkpoint, and of SGLang's tensors that fuse them."""
 
 
 class UnprovenError(WorkerRefusedError):
@@ -191,7 +197,9 @@ def unlike_the_change(
 
 def fused(name: str) -> str:
     """Return SGLang's name of a checkpoint's tensor, which may be a part of a fused one."""
-    return _FUSED.sub(lambda match: f".{'qkv' if match['qkv'] else 'gate_up'}_proj.", name)
+    for part, whole in _FUSED:
+        name = part.sub(whole, name)
+    return name
 
 
 @dataclass(frozen=True)

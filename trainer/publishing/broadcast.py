@@ -34,6 +34,7 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.engines.engine import Check, Engine, Requests, WorkerRefusedError
+from services.engines.proof import UnprovenError
 from services.engines.router import Worker
 from services.weights.broadcast_group import (
     SOURCE,
@@ -227,7 +228,7 @@ class Broadcaster:
         version: int,
         started: float,
         check: Check | None,
-    ) -> float:
+    ) -> Outcome:
         """Have a worker receive all buckets, the last of which carries the version, and serve it."""
         for number, bucket in enumerate(buckets, start=1):
             await engine.receive_weights(
@@ -239,7 +240,10 @@ class Broadcaster:
                 is_flattened=self.flattens,
             )
         await engine.end_update()
-        return await engine.resume_with(version, started, check)
+        try:
+            return await engine.resume_with(version, started, check)
+        except UnprovenError as error:
+            return error  # Not raised, because the others have got the version.
 
     async def _group_of(self, workers: Sequence[Worker], engines: Sequence[Engine]) -> WorkerGroup | None:
         """Return the group of these workers: the present one, or a new one when the workers have changed.

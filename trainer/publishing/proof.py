@@ -8,6 +8,7 @@ the comparisons.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import Counter
@@ -56,6 +57,8 @@ TEXT = (
 )
 TOKENS = 64
 """Most tokens of the fixed text."""
+PATIENCE_SECONDS = 5.0
+"""Longest wait for the answers of a worker whose weights are proven."""
 MOST_REFUSALS = 2
 """Failed proofs of a worker for one version that end the run."""
 REMEDY = (
@@ -125,7 +128,9 @@ class Prover:
             WorkerRefusedError, DependencyLostError: it does not say so.
         """
         is_first = version == FIRST_VERSION and not self._is_adapter and self._writer.is_exact
-        if is_first and engine.url not in self._first and await engine.version() == FIRST_VERSION:
+        if not is_first or engine.url in self._first or await engine.is_asleep():
+            return
+        if await engine.version() == FIRST_VERSION:
             if FIRST_VERSION in self._evidence.answers:
                 # The noise of the engine's own type and kernels, whatever the publication does.
                 expected = np.array(self._evidence.answers[FIRST_VERSION])
@@ -211,7 +216,12 @@ class Prover:
         expected = np.array(evidence.answers[version])
         if self._is_adapter and url not in self._at:
             self._note(url, await alone(engine, evidence))
-        own = await answer(engine, evidence, by_adapter=self._is_adapter)
+        # A busy engine may be slow to answer, for which a worker whose weights are proven keeps nobody waiting.
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS if url in self._proven else None):
+                own = await answer(engine, evidence, by_adapter=self._is_adapter)
+        except TimeoutError:
+            return None
         if url not in self._at:
             self._note(url, Reference(expected, own))
             if await engine.is_quantized():

@@ -219,8 +219,11 @@ class Publisher:
         """
         workers = await self.registered_workers(version)
         check = None if self.settings.lora_rank else partial(self.prover.check_weights, version)
-        looks = (self._with(worker, partial(self.prover.look, version)) for worker in workers)
-        await asyncio.gather(*looks, return_exceptions=True)  # Who does not answer is not updated either.
+        # A worker that does not answer is not updated either, and one that a dead trainer has paused answers later.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                looks = (self._with(worker, partial(self.prover.look, version)) for worker in workers)
+                await asyncio.gather(*looks, return_exceptions=True)
         requests: Requests = "continue" if self.settings.publishes_in_place else "finish"
         state, self.writer.state = self.writer.state, {}
         outcomes: Sequence[Outcome]

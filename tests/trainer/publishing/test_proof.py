@@ -261,10 +261,11 @@ def test_a_lost_adapter_ends_the_run_at_the_first_version_that_differs(
     assert [(each["confirmed"], each["served"] in (0, MODEL_ALONE)) for each in run.refusals] == [(1, True)]
 
 
+@pytest.mark.parametrize("transport", ["disk", "broadcast"])
 def test_one_stale_worker_of_two_leaves_the_routing_and_its_second_failure_ends_the_run(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    run = start(2, compute_type="float32")
+    run = start(2, compute_type="float32", publish_transport=transport)
     run.publish(0)
     original = Engine.change_weights
     bad: list[Engine] = []
@@ -281,6 +282,7 @@ def test_one_stale_worker_of_two_leaves_the_routing_and_its_second_failure_ends_
     assert record["served"] == 0
     assert run.registered == [url for url in run.urls if url != record["worker"]]
     run.publisher.keep_on_volume()
+    run.writer.close()  # Now the version is on the volume.
     # What the worker's launcher leaves when the version that it has delivered again is not served either.
     note_refusal(run.writer.store.path(1), UnprovenError(record["worker"], 1, "as the test says"))
     with pytest.raises(ConfigurationError):
