@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import EXIT_CONFIGURATION
-from tests.e2e.system import System, one_each
+from tests.e2e.system import System
 
 # The limit is for a hang; the run takes about half a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,8 +29,8 @@ def test_a_stale_node_gets_the_version_again_and_ends_the_run(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(STALE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    nodes = [*one_each("ppo-trainer"), "--num-nodes", "rollout-server=2"]
-    run = System(tmp_path, tiny_model, *nodes, EVAL_PROMPTS="0", BATCH_SIZE="4", MIN_WORKERS="2")
+    # Two nodes of the trainer share the policy's shards.
+    run = System(tmp_path, tiny_model, EVAL_PROMPTS="0", BATCH_SIZE="4", MIN_WORKERS="2")
     assert run.wait() == EXIT_CONFIGURATION, run.text
     summary = run.summary()
     assert summary["status"] == "failed"

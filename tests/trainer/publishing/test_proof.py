@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import structlog
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT
@@ -151,6 +153,22 @@ def test_weights_are_proven_to_the_bit_by_every_worker(start: Callable[..., Run]
         assert metrics.get("served_version", version) == version
         assert metrics["proof_seconds"] > 0
     assert not run.refusals
+
+
+def test_zeros_whose_sign_is_rounded_away_are_no_fault(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is on bfloat16's grid, so that the first publication has its own weights, and the same zeros as -0."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    tensors[UP][:2] = 0
+    tensors[UP][2:4] = -0.0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with ExitStack() as stack:
+        run = Run(stack, monkeypatch, model, tmp_path, 1, compute_type="float32", publish_type="bfloat16")
+        assert run.publish(0)["workers_proven"] == 1
+        assert run.writer.is_exact
 
 
 def test_adapters_are_told_from_each_other_and_from_none(start: Callable[..., Run]) -> None:
