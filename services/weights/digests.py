@@ -23,7 +23,7 @@ def digest(tensor: Tensor) -> str:
     if values.dtype is not torch.bfloat16:
         short = values.to(torch.bfloat16)
         values = short if torch.equal(short.to(values.dtype), values) else values.float()
-    content = memoryview(values.contiguous().cpu().view(-1).view(torch.uint8).numpy())
+    content = values.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
     return f"{zlib.crc32(content):08x}"
 
 

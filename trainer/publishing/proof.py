@@ -152,8 +152,9 @@ class Prover:
             self._proven.add(url)
         elif sums:
             await self._compare_with_before(version, engine, sums)
-        if version == FIRST_VERSION and (first := self._first.get(url)) and sums != first:
-            changed = {name for rank in first for name in first[rank] if first[rank].get(name) != sums[rank].get(name)}
+        if version == FIRST_VERSION and sums and (first := self._first.get(url)):
+            pairs = [(before, sums.get(rank, {})) for rank, before in first.items()]
+            changed = {name for before, after in pairs for name in before if before[name] != after.get(name)}
             changed -= {*self._evidence.with_zeros, *map(fused, self._evidence.with_zeros)}
             if changed:
                 what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
@@ -172,8 +173,9 @@ class Prover:
                 raise UnprovenError(url, version, what, before if sums == old else None, wrong)
         if before in digests or self._first.get(url) == sums:
             self._proven.add(url)
+        if before in digests:
+            self._before[url] = old
         self._sums[url] = version, sums
-        self._before[url] = old
 
     def unlike_others(self, version: int) -> dict[str, UnprovenError]:
         """Return by URL an error for each engine that has other checksums than most that it was equal to before."""
@@ -273,6 +275,7 @@ class Prover:
             self._counts[record["worker"], version] += 1
             self._at.pop(record["worker"], None)
             self._sums.pop(record["worker"], None)
+            self._proven.discard(record["worker"])
             log.error(f"worker refused: {sentence(record)}")
         self.refusals += records
         twice = [record for record in records if self._counts[record["worker"], version] >= MOST_REFUSALS]

@@ -120,7 +120,11 @@ class Run:
         return {"workers": [each | {"is_healthy": True, "metadata": label} for each in listed]}
 
     def _removal(self, url: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda _: self.registered.remove(url) or {}
+        def remove(_: dict[str, Any]) -> dict[str, Any]:
+            self.registered.remove(url)
+            return {}
+
+        return remove
 
 
 @pytest.fixture
