@@ -96,7 +96,7 @@ class VersionWriter:
         self.evidence = Evidence()
         """The facts by which workers prove the versions; on rank 0."""
         self._hashing = ThreadPoolExecutor(1, "digests")
-        self._digests: Future[None] = Future()
+        self._digests: Future[None] = self._hashing.submit(lambda: None)
         """Resolved once the digests of the version that was written last are among the evidence."""
         self.state: dict[str, Tensor] = {}
         """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
@@ -128,6 +128,7 @@ class VersionWriter:
         """
         # Before another version is gathered, so that there are two in memory and not three.
         self._next.clear()
+        self.wait_for_digests()
         # What is written at once is not copied on a CPU, because the parameters change only afterwards.
         gather = partial(gather_state, ranks=self.ranks, copy=self.is_sent and self.memory is None)
         if self.settings.lora_rank:
@@ -210,7 +211,7 @@ class VersionWriter:
         """Compute the digests of a version; in a thread, while it is written and sent."""
         if version == FIRST_VERSION:
             self.evidence.with_zeros = {name for name, tensor in state.items() if not tensor.all()}
-        self.evidence.note_digests(version, published_digests(state.items()))
+        self.evidence.note_digests(version, published_digests(state))
 
     def _save(self, version: int, save: Save, directory: Path) -> None:
         """Fill a version's directory, with the evidence for launchers."""
