@@ -17,9 +17,10 @@ from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.models import model_files
 from services.embedded_engine.kv_cache import KVCache
-from services.embedded_engine.model import Model, Weights, pack_weights
+from services.embedded_engine.model import Model, Weights, named_weights, pack_weights
 from services.embedded_engine.weights import Architecture, WeightsError, read_directory
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineSettings
+from services.weights.digests import digest
 
 log = get_logger(__name__)
 
@@ -62,6 +63,12 @@ class Loaded:
         """Return weights, ready to replace the model's, made of named tensors, which are removed from ``tensors``."""
         with torch.inference_mode():
             return pack_weights(self.model.architecture, tensors, self.model.dtype, self.model.device)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each tensor that the model computes with, by its name in a model directory."""
+        with torch.inference_mode():
+            named = named_weights(self.model.architecture, self.model.weights)
+            return {name: digest(tensor) for name, tensor in named}
 
 
 def load(settings: EngineSettings) -> Loaded:
