@@ -20,7 +20,6 @@ from prometheus_client import Gauge
 from services.core.logs import get_logger
 from services.embedded_engine.adapters import Adapter
 from services.embedded_engine.loading import Loaded
-from services.embedded_engine.model import Weights
 from services.embedded_engine.scheduler import PREFILL_TOKENS, Request, Scheduler, Sequence
 
 log = get_logger(__name__)
@@ -175,11 +174,11 @@ class Engine:
 
         return self._between_steps(flush)
 
-    def change_weights(self, weights: Weights, version: str) -> Future[None]:
-        """Exchange the weights once nothing runs, or at once if paused."""
+    def change_weights(self, weights: Any, version: str) -> Future[None]:
+        """Exchange the weights, as the model packed them, once nothing runs, or at once if paused."""
 
         def change() -> None:
-            self._scheduler.model.weights = weights
+            self._scheduler.model.load(weights)
             self._scheduler.version = version
             self._scheduler.drop_caches()
 
