@@ -1,11 +1,15 @@
 """Any causal language model, computed by transformers' own forward pass: for families that model.py does not know.
 
-Every sequence is computed alone, with the cache that its model makes of its first tokens: keys and values, windows,
-recurrent states or inputs of convolutions. So a recurrent state never sees a padding token, a window counts real
-positions, and a sequence gets the same results to the bit whatever else runs. Only the output head covers all running
-sequences at once, because it computes each row independently. The completions of a prompt start from copies of its
-cache. No cache is kept for later requests: many models continue a cache by several tokens in another order of sums than
-by one, and a resumed run would then sample other tokens.
+A prompt is computed alone, and makes the cache that its model has: keys and values, windows, recurrent states or inputs
+of convolutions. Its completions start from copies of that cache and are decoded in one batch without padding, because
+they have the same length; each leaves the batch when it ends. So a recurrent state never sees a padding token, and a
+window counts real positions. A sequence gets the same results to the bit whatever else runs, because linear layers
+compute each row independently (linear.py). A check at the start finds models whose other operations do not, such as
+fused experts, or functions of rows that do not fill a processor's vectors; they are decoded one sequence at a time.
+Only the output head covers all running sequences.
+
+No cache is kept for later requests: many models continue a cache by several tokens in another order of sums than by
+one, and a resumed run would then sample other tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from services.core.errors import first_line
-from services.core.linear import make_head
+from services.core.linear import Linear, make_head, make_linear
 from services.embedded_engine.adapters import LowRank
 from services.embedded_engine.kv_cache import Rows
 from services.embedded_engine.weights import WeightsError, refuse
@@ -34,7 +39,11 @@ _TOWER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 _CACHES = ("past_key_values", "cache_params")
 """The names under which forward passes take and return a cache."""
 PROBED = 8
-"""Tokens of the check at the start."""
+"""Tokens of the check whether decoding continues a text."""
+JOINED = 9
+"""Sequences of the check whether a batch gets the results of each of its sequences alone."""
+JOINED_LENGTHS = (PROBED, 200)
+"""The lengths of their prompt."""
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest distance of the check's logits, relative to their deviation from their mean."""
 
@@ -94,14 +103,29 @@ class AnyArchitecture:
         return self._is_part or is_computed or any(pattern.search(name) for pattern in self._ignored)
 
 
+@dataclass
+class Batch:
+    """Completions of one prompt, of equal length: their cache as the model keeps it, and the row of each."""
+
+    cache: Any
+    rows: list[int]
+
+    def select(self, places: list[int]) -> None:
+        """Keep the sequences at ``places`` of the batch, each as often as it is named."""
+        self.cache.reorder_cache(torch.tensor(places))
+        self.rows = [self.rows[place] for place in places]
+
+
 class StateCache(Rows):
-    """The cache of each running sequence, as its model keeps it. Memory is taken as sequences grow."""
+    """The caches of the running sequences, in batches. Memory is taken as sequences grow."""
 
     prefix_tokens = 0
 
-    def __init__(self, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, *, joins: bool) -> None:
+        """Make an empty cache; with ``joins``, the completions of a prompt are one batch."""
         super().__init__(max_tokens, max_rows)
-        self.states: dict[int, Any] = {}
+        self.batches: list[Batch] = []
+        self._joins = joins
         self._has_memory = True
 
     @property
@@ -122,16 +146,28 @@ class StateCache(Rows):
 
     def move(self, source: int, target: int, length: int) -> None:
         """See Rows."""
-        self.states[target] = self.states.pop(source)
+        renamed = {target: -1, source: target}
+        for batch in self.batches:
+            batch.rows = [renamed.get(row, row) for row in batch.rows]
 
     def read(self, row: int, start: int, stop: int) -> Any:
         """See Rows; it is always the whole row."""
-        return copy.deepcopy(self.states[row])
+        held = next(batch for batch in self.batches if row in batch.rows)
+        batch = copy.deepcopy(held)
+        if len(batch.rows) > 1:
+            batch.select([batch.rows.index(row)])
+        return batch.cache
 
     def write(self, rows: slice, content: Any) -> None:
         """See Rows."""
-        for row in range(rows.start, rows.stop):
-            self.states[row] = copy.deepcopy(content)
+        count = rows.stop - rows.start
+        if self._joins and count > 1:
+            batch = Batch(copy.deepcopy(content), [rows.start])
+            batch.select([0] * count)
+            batch.rows = [*range(rows.start, rows.stop)]
+            self.batches.append(batch)
+        else:
+            self.batches += [Batch(copy.deepcopy(content), [row]) for row in range(rows.start, rows.stop)]
 
     def storer(self, rows: Sequence[slice]) -> Callable[[int, Any], None]:
         """See Rows; it takes a sequence's number and cache."""
@@ -139,7 +175,13 @@ class StateCache(Rows):
 
     def truncate(self, count: int) -> None:
         """See Rows."""
-        self.states = {row: state for row, state in self.states.items() if row < count}
+        for batch in self.batches:
+            places = [place for place, row in enumerate(batch.rows) if 0 <= row < count]
+            if places and len(places) < len(batch.rows):
+                batch.select(places)
+            elif not places:
+                batch.rows = []
+        self.batches = [batch for batch in self.batches if batch.rows]
 
     def clear(self) -> None:
         """See Rows."""
@@ -210,15 +252,20 @@ class AnyModel:
         self.dtype = dtype
         self.device = device
         self.context_length = context_length
-        module = self._build(weights)
+        self._packs = True
+        """Linear layers keep their weights packed, which a model may read elsewhere."""
         try:
-            self._probe(module)
-        # Whatever a forward pass fails with that was not written for a cache of one sequence.
-        except Exception as error:
-            reason = first_line(error)
-            raise WeightsError(
-                f"model type {architecture.family!r} cannot be decoded token by token: {reason}"
-            ) from error
+            self._probe(weights)
+        # Whatever a forward pass fails with that was not written for this.
+        except Exception:  # noqa: BLE001
+            self._packs = False
+            try:
+                self._probe(weights)
+            except Exception as error:
+                family, reason = architecture.family, first_line(error)
+                raise WeightsError(f"model type {family!r} cannot be decoded token by token: {reason}") from error
+        self.joins = self._packs and self._computes_rows_alike()
+        """A batch gets the results of each of its sequences alone, to the bit."""
 
     def pack(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's own tensors out of ``tensors``, by its own names, for ``load``."""
@@ -252,8 +299,9 @@ class AnyModel:
         """
         states = []
         for number, tokens in enumerate(sequences):
-            state, cache = self._forward(tokens, None, bool(use_adapter) and use_adapter[number], store is not None)
-            states.append(state)
+            ids = torch.tensor([tokens], device=self.device)
+            state, cache = self._forward(ids, None, bool(use_adapter) and use_adapter[number], store is not None)
+            states.append(state[0])
             if store is not None:
                 store(number, cache)
         return torch.cat(states)
@@ -261,30 +309,32 @@ class AnyModel:
     def decode(
         self, tokens: Tensor, positions: Tensor, cache: StateCache, longest: int, use_adapter: Sequence[bool] = ()
     ) -> Tensor:
-        """Compute one more token of every running sequence, one by one; see ``Model.decode``.
+        """Compute one more token of every running sequence, batch by batch; see ``Model.decode``.
 
         The sequences' caches know their positions.
         """
-        states = []
-        for row, token in enumerate(tokens.tolist()):
-            has_adapter = bool(use_adapter) and use_adapter[row]
-            state, cache.states[row] = self._forward([token], cache.states[row], has_adapter, True)
-            states.append(state)
-        return self.logits(torch.cat(states))
+        states, rows = [], []
+        for batch in cache.batches:
+            has_adapter = bool(use_adapter) and use_adapter[batch.rows[0]]
+            ids = tokens[torch.tensor(batch.rows, device=self.device), None]
+            state, batch.cache = self._forward(ids, batch.cache, has_adapter, use_cache=True)
+            states.append(state[:, 0])
+            rows += batch.rows
+        return self.logits(torch.cat(states)[torch.tensor(rows, device=self.device).argsort()])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] in float32 of hidden states [N, H], by the model's own caps, scales and biases."""
         logits: Tensor = self._head(inputs_embeds=hidden[None]).logits[0]
         return logits.float()
 
-    def _forward(self, tokens: Sequence[int], cache: Any, has_adapter: bool, use_cache: bool) -> tuple[Tensor, Any]:
-        """Return the states [n, H] of n tokens that follow a cache, and the cache with them."""
+    def _forward(self, ids: Tensor, cache: Any, has_adapter: bool, use_cache: bool) -> tuple[Tensor, Any]:
+        """Return the states [B, n, H] of tokens [B, n] that follow a cache, and the cache with them."""
         given = {} if cache is None else {self._cache_name: cache}
         with ExitStack() as hooks:
             for name, low_rank in (self.adapter or {}).items() if has_adapter else ():
                 hooks.enter_context(self._layers[name].register_forward_hook(_adding(low_rank)))
-            output = self._decoder(input_ids=torch.tensor([tokens], device=self.device), use_cache=use_cache, **given)
-        return output.last_hidden_state[0], output[self._cache_name] if use_cache else None
+            output = self._decoder(input_ids=ids, use_cache=use_cache, **given)
+        return output.last_hidden_state, output[self._cache_name] if use_cache else None
 
     def _build(self, weights: dict[str, Tensor]) -> Any:
         """Return a new model with the weights, as transformers converts and ties them."""
@@ -310,26 +360,55 @@ class AnyModel:
         if decoder is module or not isinstance(head, nn.Linear) or not self._cache_name:
             raise WeightsError("it has no decoder with a cache, or no linear output head")
         self._layers = {name: module.get_submodule(name) for name in self.architecture.linear_layers()}
+        for layer in self._layers.values() if self._packs else ():
+            layer.forward = _of_rows(make_linear(layer.weight, layer.bias))
+            layer.weight.data = layer.weight.new_empty(0)
         self._decoder = decoder
         module.set_output_embeddings(_Head(head))
         setattr(module, module.base_model_prefix, _GivenStates())
         self._head = module
 
-    def _probe(self, module: Any) -> None:
-        """Take a model apart, and compare decoding a few tokens one by one with its logits of the whole."""
-        tokens = [(7 * place + 3) % self.architecture.vocab_size for place in range(PROBED)]
-        whole = module(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
+    def _probe(self, weights: dict[str, Tensor]) -> None:
+        """Load a model, and compare decoding a few tokens one by one with its logits of the whole."""
+        module = self._build(weights)
+        ids = self._drawn(PROBED)[None]
+        whole = module(input_ids=ids, use_cache=False).logits[0].float()
         self._take_apart(module)
-        state, cache = self._forward(tokens[: PROBED // 2], None, has_adapter=False, use_cache=True)
+        state, cache = self._forward(ids[:, : PROBED // 2], None, has_adapter=False, use_cache=True)
         states = [state]
-        for token in tokens[PROBED // 2 :]:
-            state, cache = self._forward([token], cache, has_adapter=False, use_cache=True)
+        for place in range(PROBED // 2, PROBED):
+            state, cache = self._forward(ids[:, place, None], cache, has_adapter=False, use_cache=True)
             states.append(state)
-        distance = (self.logits(torch.cat(states)) - whole).std() / whole.std(-1).mean()
+        distance = float((self.logits(torch.cat(states, 1)[0]) - whole).std() / whole.std(-1).mean())
         if not distance < TOLERANCES[self.dtype]:
-            raise WeightsError(
-                f"logits differ from those of the whole text by {float(distance):.2g} of their deviation"
-            )
+            raise WeightsError(f"its logits differ from those of the whole text by {distance:.2g} of their deviation")
+
+    def _computes_rows_alike(self) -> bool:
+        """Return whether a batch gets the results of each of its sequences alone, to the bit."""
+        tokens = self._drawn(JOINED)
+        if not hasattr(self._forward(tokens[None], None, has_adapter=False, use_cache=True)[1], "reorder_cache"):
+            return False
+        for longest in JOINED_LENGTHS:
+            length = min(longest, self.context_length - 3)
+            caches = [StateCache(length, JOINED, joins=joins) for joins in (True, False)]
+            for cache in caches:
+                self.prefill([self._drawn(length).tolist()], cache.storer([slice(0, JOINED)]))
+            for count in (JOINED, JOINED // 2):
+                for cache in caches:
+                    cache.truncate(count)
+                together, alone = (self.decode(tokens[:count], tokens, cache, length) for cache in caches)
+                if not torch.equal(together, alone):
+                    return False
+        return True
+
+    def _drawn(self, count: int) -> Tensor:
+        """Return some tokens [count]."""
+        return (7 * torch.arange(count, device=self.device) + 3) % self.architecture.vocab_size
+
+
+def _of_rows(linear: Linear) -> Callable[[Tensor], Tensor]:
+    """Return a linear layer's forward pass [..., out] of inputs [..., in], by one of rows."""
+    return lambda x: linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 def _adding(low_rank: LowRank) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:

@@ -156,7 +156,7 @@ def _make_model(
     tensors = read_directory(directory, architecture)
     if not is_own:
         model = AnyModel(architecture, tensors, dtype, device, context_length)
-        return model, StateCache(max_tokens, max_running)
+        return model, StateCache(max_tokens, max_running, joins=model.joins)
     weights = pack_weights(architecture, tensors, dtype, device)
     own = Model(config, weights, dtype, device, context_length)
     return own, KVCache(architecture, max_tokens, max_running, dtype, device)

@@ -16,6 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from services.core.errors import ConfigurationError
 from services.embedded_engine.adapters import read_adapter
+from services.embedded_engine.any_model import AnyModel
 from services.embedded_engine.families import is_known, read_config
 from services.embedded_engine.loading import load
 from services.embedded_engine.scheduler import Request, Sequence
@@ -35,7 +36,7 @@ from trainer.model.policy import Policy
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
-SIZES = SHAPE | {"max_position_embeddings": 512}
+SIZES = SHAPE | {"max_position_embeddings": 512, "intermediate_size": 64}
 SERVED = {
     name: OTHERS.get(name, {})
     for name in ("qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2", "gemma4_text", "qwen3_next", "mamba", "opt")
@@ -77,10 +78,20 @@ def trainers_logprobs(model: Path, request: Request, temperature: float = TEMPER
 
 
 @families
+@pytest.mark.parametrize("joins", [True, False], ids=["joined", "as computed alike"])
 def test_tokens_and_log_probabilities_are_those_of_a_request_alone(
-    family: str, tmp_path: Path, make_engine: Callable[..., RunningEngine]
+    family: str,
+    joins: bool,
+    tmp_path: Path,
+    make_engine: Callable[..., RunningEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts of 1 to 300 tokens join while others run, in groups and alone; one is aborted, all rows are moved."""
+    """Prompts of 1 to 300 tokens join while others run, in groups and alone; one is aborted, and rows move.
+
+    Groups are decoded in batches either where the check finds that equal to the bit on this processor, or in any case.
+    """
+    if joins:
+        monkeypatch.setattr(AnyModel, "_computes_rows_alike", lambda _: True)
     model = save_model(tmp_path, config_of(family))
     engine = make_engine(model)
     joined: dict[str, Future[Request]] = {}
@@ -116,9 +127,14 @@ def test_tokens_and_log_probabilities_are_those_of_a_request_alone(
             assert request.sequences[0].output_ids == written.tolist()
             wanted = trainers_logprobs(model, request, 1.0)
         else:
-            alone = engine.generate(request.prompt_ids, sampling_seed=length, **sampled)
-            assert [s.output_ids for s in request.sequences] == [s.output_ids for s in alone.sequences]
-            assert [s.logprobs for s in request.sequences] == [s.logprobs for s in alone.sequences]
+            group, one = (
+                engine.generate(request.prompt_ids, sampling_seed=length, **sampled | {"n": n}) for n in (3, 1)
+            )
+            assert [s.output_ids for s in request.sequences] == [s.output_ids for s in group.sequences]
+            assert [s.logprobs for s in request.sequences] == [s.logprobs for s in group.sequences]
+            alone, joined = one.sequences[0], request.sequences[0]
+            assert joined.output_ids == alone.output_ids
+            assert joined.logprobs == pytest.approx(alone.logprobs, abs=1e-5 if joins else 0.0, rel=0)
             wanted = trainers_logprobs(model, request)
         for sequence, expected in zip(request.sequences, wanted, strict=True):
             assert sequence.logprobs == pytest.approx(expected, abs=1e-4)
