@@ -1,4 +1,4 @@
-"""A run of a family that transformers computes, in trainer and engine: it learns, and goes on to the bit when killed."""
+"""A run of a family that transformers computes, in trainer and engine: it learns, and resumes to the bit."""
 
 from __future__ import annotations
 
