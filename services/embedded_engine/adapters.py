@@ -69,6 +69,8 @@ class LayerAdapter:
 
 Adapter = Sequence[LayerAdapter]
 """The adapter of a model of a known family, layer by layer."""
+AnyAdapter = Adapter | Mapping[str, LowRank]
+"""The same, or any other model's adapter: a product for each adapted layer by its name."""
 
 
 def adapted(linear: Linear, low_rank: LowRank | None, x: Tensor, rows: Tensor | None) -> Tensor:
@@ -79,7 +81,7 @@ def adapted(linear: Linear, low_rank: LowRank | None, x: Tensor, rows: Tensor | 
     return torch.where(rows, (y.float() + low_rank(x)).to(y.dtype), y)
 
 
-def read_adapter(directory: Path, architecture: TensorNames, device: torch.device) -> Adapter | dict[str, LowRank]:
+def read_adapter(directory: Path, architecture: TensorNames, device: torch.device) -> AnyAdapter:
     """Return the adapter in a directory as PEFT writes it.
 
     Raises:
@@ -99,7 +101,7 @@ def pack_adapter(
     architecture: TensorNames,
     device: torch.device,
     source: str,
-) -> Adapter | dict[str, LowRank]:
+) -> AnyAdapter:
     """Return an adapter, ready to compute with, made of PEFT's configuration and tensors.
 
     That of a known family has a product for each of a layer's matrix products; any other's, one for each linear layer.

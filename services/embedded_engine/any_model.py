@@ -200,7 +200,7 @@ class _Head(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., H]."""
-        logits = self._multiply(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
+        logits: Tensor = self._multiply(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
         return logits if self.bias is None else logits + self.bias.float()
 
 

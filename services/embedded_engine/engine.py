@@ -18,7 +18,7 @@ import torch
 from prometheus_client import Gauge
 
 from services.core.logs import get_logger
-from services.embedded_engine.adapters import Adapter
+from services.embedded_engine.adapters import AnyAdapter
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.scheduler import PREFILL_TOKENS, Request, Scheduler, Sequence
 
@@ -184,7 +184,7 @@ class Engine:
 
         return self._between_steps(change, changes_weights=True)
 
-    def change_adapter(self, adapter: Adapter | None, name: str) -> Future[None]:
+    def change_adapter(self, adapter: AnyAdapter | None, name: str) -> Future[None]:
         """Exchange the LoRA adapter, or remove it (None), once nothing runs, or at once if paused.
 
         Requests for an adapter that is removed end as aborted, unless another is loaded before the pause ends.
