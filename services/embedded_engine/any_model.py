@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from services.core.errors import first_line
-from services.core.linear import Linear, make_head, make_linear
+from services.core.linear import Head, Linear, make_linear
 from services.embedded_engine.adapters import LowRank
 from services.embedded_engine.kv_cache import Rows
 from services.embedded_engine.weights import WeightsError, refuse
@@ -72,15 +72,21 @@ class AnyArchitecture:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self._ignored = [re.compile(pattern) for pattern in template._keys_to_ignore_on_load_unexpected or ()]
         unique = {id(x): (name, x) for name, x in reversed(template.state_dict(keep_vars=True).items())}
-        files = revert_weight_conversion(template, {name: x.data for name, x in unique.values()})
+        self._template = template
+        self.parameters = {name for name, _ in unique.values()}
+        """The names of the model's tensors, tied ones once."""
+        files = self.as_in_files({name: x.data for name, x in unique.values()})
         self._shapes = {name: tuple(x.shape) for name, x in files.items()}
-        self._tied = template.state_dict().keys() - {name for name, _ in unique.values()}
-        self._prefix = template.base_model_prefix
-        self._linear = {
-            name: (part.out_features, part.in_features)
-            for name, part in template.named_modules()
-            if isinstance(part, nn.Linear) and part is not template.get_output_embeddings()
-        }
+        self._tied = template.state_dict().keys() - self.parameters
+        self.prefix = template.base_model_prefix
+        parts = {name: part for name, part in template.named_modules() if isinstance(part, nn.Linear)}
+        self.head = next((name for name, part in parts.items() if part is template.get_output_embeddings()), "")
+        self._linear = {n: (part.out_features, part.in_features) for n, part in parts.items() if n != self.head}
+
+    def as_in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's tensors as its family's checkpoints have them."""
+        converted: dict[str, Tensor] = revert_weight_conversion(self._template, tensors)
+        return converted
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by its name in the family's checkpoints, tied tensors once."""
@@ -92,8 +98,8 @@ class AnyArchitecture:
 
     def own_name(self, name: str) -> str:
         """Return the text model's name of a tensor or module that a multimodal checkpoint names otherwise."""
-        name = _TOWER.sub(f"{self._prefix}.", name).removeprefix("language_model.")
-        return prefixed if (prefixed := f"{self._prefix}.{name}") in self._shapes else name
+        name = _TOWER.sub(f"{self.prefix}.", name).removeprefix("language_model.")
+        return prefixed if (prefixed := f"{self.prefix}.{name}") in self._shapes else name
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor is allowed but not read: tied, computed, or of another modality."""
@@ -193,14 +199,14 @@ class _Head(nn.Module):
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
-        self._multiply = make_head(head.weight)
+        self.linear = Head(head.weight)
         self.bias = head.bias
         self.weight = head.weight.new_empty(0)
         """Some models cast the states to its type."""
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., H]."""
-        logits: Tensor = self._multiply(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
+        logits: Tensor = self.linear(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
         return logits if self.bias is None else logits + self.bias.float()
 
 
@@ -248,6 +254,7 @@ class AnyModel:
         """
         disable_progress_bar()
         self.architecture = architecture
+        weights = self.pack(weights)
         self.adapter: Mapping[str, LowRank] | None = None
         self.dtype = dtype
         self.device = device
@@ -269,8 +276,9 @@ class AnyModel:
 
     def pack(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's own tensors out of ``tensors``, by its own names, for ``load``."""
-        named = {self.architecture.own_name(name): tensor for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in named.items() if not self.architecture.is_ignored(name)}
+        self._names = {self.architecture.own_name(name): name for name in tensors}
+        """The names of tensors in the checkpoint by those of this model."""
+        return {own: tensors[name] for own, name in self._names.items() if not self.architecture.is_ignored(own)}
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Replace the weights, or leave them as they are if they do not fit (WeightsError).
@@ -278,6 +286,23 @@ class AnyModel:
         Loading sets torch's default type for a moment, so only the thread that computes may call it.
         """
         self._take_apart(self._build(weights))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model computes with by its name in a model directory.
+
+        A tied head is yielded only where it has other values than the embedding.
+        """
+        prefix, head = self.architecture.prefix, self.architecture.head
+        tensors = {f"{prefix}.{name}": tensor for name, tensor in self._decoder.state_dict().items()}
+        tensors |= {f"{name}.weight": linear.weight for name, linear in self._packed.items()}
+        own, bias = self._output.linear.weight, self._output.bias
+        embedding = self._decoder.get_input_embeddings().weight
+        if f"{head}.weight" in self.architecture.parameters or not torch.equal(own, embedding.to(own)):
+            tensors[f"{head}.weight"] = own
+        if bias is not None:
+            tensors[f"{head}.bias"] = bias
+        for name, tensor in self.architecture.as_in_files(tensors).items():
+            yield self._names.get(name, name), tensor
 
     def prefill(
         self,
@@ -360,11 +385,14 @@ class AnyModel:
         if decoder is module or not isinstance(head, nn.Linear) or not self._cache_name:
             raise WeightsError("it has no decoder with a cache, or no linear output head")
         self._layers = {name: module.get_submodule(name) for name in self.architecture.linear_layers()}
-        for layer in self._layers.values() if self._packs else ():
-            layer.forward = _of_rows(make_linear(layer.weight, layer.bias))
+        self._packed: dict[str, Linear] = {}
+        for name, layer in self._layers.items() if self._packs else ():
+            self._packed[name] = make_linear(layer.weight, layer.bias)
+            layer.forward = _of_rows(self._packed[name])
             layer.weight.data = layer.weight.new_empty(0)
         self._decoder = decoder
-        module.set_output_embeddings(_Head(head))
+        self._output = _Head(head)
+        module.set_output_embeddings(self._output)
         setattr(module, module.base_model_prefix, _GivenStates())
         self._head = module
 

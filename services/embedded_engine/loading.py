@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from services.embedded_engine.kv_cache import KVCache, Rows
 from services.embedded_engine.model import Model, pack_weights
 from services.embedded_engine.weights import Architecture, TensorNames, WeightsError, read_directory
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineSettings
+from services.weights.digests import digest
 
 log = get_logger(__name__)
 
@@ -45,6 +46,9 @@ class CausalModel(Protocol):
 
     def load(self, weights: Any) -> None:
         """Replace the weights."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield what the model computes with by its name in a model directory."""
 
     def prefill(
         self, sequences: Sequence[Sequence[int]], store: Any, use_adapter: Sequence[bool], prefixes: Sequence[Any]
@@ -96,6 +100,11 @@ class Loaded:
         """Return weights, ready to replace the model's, made of named tensors, which are removed from ``tensors``."""
         with torch.inference_mode():
             return self.model.pack(tensors)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each tensor that the model computes with, by its name in a model directory."""
+        with torch.inference_mode():
+            return {name: digest(tensor) for name, tensor in self.model.named_weights()}
 
 
 def load(settings: EngineSettings) -> Loaded:

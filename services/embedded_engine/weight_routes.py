@@ -343,6 +343,21 @@ async def end_weight_update(http: Request) -> Any:
     return _reply("update closed")
 
 
+class CheckWeights(BaseModel):
+    """Body of /weights_checker."""
+
+    action: Literal["checksum"] = "checksum"
+    selector: Literal["all", "target"] = "all"
+
+
+@router.post("/weights_checker", tags=["weights"])
+async def check_weights(http: Request, body: CheckWeights | None = None) -> Any:
+    """Return the digest of each tensor that the engine computes with, by its name in a checkpoint; the only rank's."""
+    state, action = state_of(http), (body or CheckWeights()).action
+    found = await in_background(state.loaded.digests)
+    return _reply(f"{action} of {len(found)} tensors") | {"ranks": [{"checksums": found}]}
+
+
 # --- LoRA adapters ---
 
 

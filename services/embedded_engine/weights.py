@@ -182,8 +182,8 @@ def read_directory(directory: Path, architecture: TensorNames) -> dict[str, Tens
             places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a mapping
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in places.items()}
             check(architecture, shapes, source)
-            named = {architecture.own_name(name): (file, name) for name, file in places.items()}
-            tensors = {n: f.get_tensor(name) for n, (f, name) in named.items() if not architecture.is_ignored(n)}
+            read = {n: file for n, file in places.items() if not architecture.is_ignored(architecture.own_name(n))}
+            tensors = {name: file.get_tensor(name) for name, file in read.items()}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{source} cannot be read: {error}") from error
     check_finite(tensors, source)

@@ -20,6 +20,7 @@ from services.embedded_engine.any_model import AnyModel
 from services.embedded_engine.families import is_known, read_config
 from services.embedded_engine.loading import load
 from services.embedded_engine.scheduler import Request, Sequence
+from services.weights.digests import digest
 from services.weights.policy_store import ADAPTER_NAME
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.sequences import trained_sequence
@@ -159,6 +160,8 @@ def test_weights_change_under_requests_which_go_on_with_the_new_ones(
     engine.engine.change_weights(weights, "5").result(IDLE_SECONDS)
     for tensor in weights.values():
         tensor.zero_()  # The engine keeps no memory of a file or of the trainer.
+    served = {name: digest(tensor) for name, tensor in load_file(new / "model.safetensors").items()}
+    assert engine.loaded.digests() == served
     engine.engine.occupy(has_memory=True).result(IDLE_SECONDS)
     engine.engine.resume().result(IDLE_SECONDS)
     request = pending.result(IDLE_SECONDS)
@@ -246,6 +249,8 @@ def test_of_a_model_of_images_the_text_model_alone_is_served(
     update = {name: 0.9 * x for name, x in load_file(tmp_path / "model.safetensors").items()}
     engine.engine.change_weights(engine.loaded.pack(update), "1").result(IDLE_SECONDS)
     assert logprobs(0.9) == given()
+    text = {name: tensor for name, tensor in update.items() if "vis" not in name}
+    assert engine.loaded.digests() == {name: digest(tensor) for name, tensor in text.items()}
 
 
 def test_a_model_that_loses_its_state_between_tokens_is_refused(
