@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, modeling_rope_utils
 from services.core.linear import Head, Linear, make_linear
 from services.embedded_engine.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.kv_cache import STEP, KVCache, round_up
-from services.embedded_engine.weights import Architecture, WeightsError
+from services.embedded_engine.weights import Architecture
 
 CHUNK = 128
 """Values summed by one product."""
@@ -190,6 +190,18 @@ class Model:
         self._scale = shape.head_dim**-0.5
         self._joins_rows = joins_rows(shape.num_heads // shape.num_kv_heads, shape.head_dim, dtype, device)
 
+    def pack(self, tensors: dict[str, Tensor]) -> Weights:
+        """Return weights made of named tensors, which are removed from ``tensors``, for ``load``."""
+        return pack_weights(self.architecture, tensors, self.dtype, self.device)
+
+    def load(self, weights: Weights) -> None:
+        """Replace the weights."""
+        self.weights = weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model computes with by its name in a model directory."""
+        return named_weights(self.architecture, self.weights)
+
     def prefill(
         self,
         sequences: Sequence[Sequence[int]],
@@ -344,8 +356,6 @@ def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     """
     parameters: dict[str, Any] = config.rope_parameters
     kind = parameters["rope_type"]
-    if kind in ("dynamic", "longrope"):
-        raise WeightsError(f"rope type {kind!r}: the embedded engine computes fixed rotations only")
     if kind == "default":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
