@@ -420,3 +420,4 @@ def test_rows_are_counted_without_a_compiler() -> None:
 def test_widths_of_experts_and_norms_of_a_layer_are_counted(family: str, intermediate: int, norms: int) -> None:
     shape = ModelShape.of(FAMILIES[family])
     assert (shape.intermediate, shape.norms, shape.needs_rows) == (intermediate, norms, False)
+    assert shape.inner_states == (6 if family == "gpt_oss" else 3)
