@@ -43,7 +43,7 @@ class ModelShape:
     norms: int = 2
     """Norms of a layer's states; Gemma has one before and one after each part of a layer."""
     inner_states: int = 3
-    """States of the width of the MLP that a compiled layer keeps; at most twice as many with experts that have biases."""
+    """States of the MLP's width that a compiled layer keeps; with experts that have biases at most twice as many."""
     needs_rows: bool = False
     """True when the model cannot be computed over trees of tokens."""
     teachers: tuple[ModelShape, ...] = ()
