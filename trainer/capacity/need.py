@@ -313,7 +313,8 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
     others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES) + _exchanged_bytes(shape, work)
     # Of each norm after a part of a layer, what it reads; the sum of that part's result and its input is found again.
     states = (3 + shape.norms // 2) * shape.hidden
-    return size * (states + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
+    inner = shape.inner_states * shape.intermediate
+    return size * (states + 2 * queries + 2 * keys + inner) + head_norms + others
 
 
 def _exchanged_bytes(shape: ModelShape, work: Work) -> int:

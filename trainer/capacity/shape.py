@@ -44,6 +44,8 @@ class ModelShape:
     """True when the checkpoint has bfloat16 numbers, by its configuration."""
     norms: int = 2
     """Norms of a layer's states; Gemma has one before and one after each part of a layer."""
+    inner_states: int = 3
+    """States of the MLP's width that a compiled layer keeps; with experts that have biases at most twice as many."""
     needs_rows: bool = False
     """True when the model cannot be computed over trees of tokens."""
     recurrent_layers: int = 0
@@ -98,6 +100,9 @@ class ModelShape:
             root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
+            inner_states=6
+            if any(getattr(p, "has_bias", False) for p in model.modules() if hasattr(p, "has_gate"))
+            else 3,
             norms=max(2, *(sum(_is_norm(part, config.hidden_size) for part in layer.children()) for layer in layers)),
             needs_rows=bool(obstacle),
             recurrent_layers=len(recurrent),
