@@ -59,6 +59,7 @@ COMMANDS = {
         ),
     ),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
+    "diagnose": Program("scripts.diagnose", QUESTIONS, ("grpo diagnose", "grpo diagnose grpo-20260131-120000 --json")),
     "logs": Program(
         "local_runner.logs", TRAINING, ("grpo logs --follow", "grpo logs grpo-20260131-120000 ppo-trainer -n 50")
     ),
