@@ -27,6 +27,8 @@ WINDOW = 20
 """Steps over which facts about groups are added up."""
 FORGOTTEN = 20
 """Steps after which a doubt that has not come again is a note."""
+FIRST, FIRST_STEPS = ("kl_behaviour", "truncation_rate", "length_mean", "reward_mean", "entropy_all"), 5
+"""Columns that rules compare with the run's first steps, and how many of these."""
 MOST_SAMPLES = 3
 SAMPLES_PAGE = "Look at the completions and their rewards (Samples on the run page)"
 
@@ -108,6 +110,12 @@ class History:
     """For each row, its prompts that an earlier step had served."""
     trained: set[str] = field(default_factory=set)
     """The keys of the prompts that were trained on."""
+    scored: list[tuple[int, float]] = field(default_factory=list)
+    """The steps with a mean reward, and that reward."""
+    first: dict[str, list[float]] = field(default_factory=dict)
+    """The first numbers of the columns in FIRST."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """The newest step with a group of each source."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the record of the next step."""
@@ -115,6 +123,11 @@ class History:
         self.repeated.append(sum(place in self.places for place, _ in prompts))
         self.places |= {place: row["step"] for place, _ in prompts}
         self.trained |= {key for _, key in prompts}
+        self.scored += [(row["step"], row["reward_mean"])] if row.get("reward_mean") is not None else []
+        for column in FIRST:
+            numbers = self.first.setdefault(column, [])
+            numbers += [row[column]] if row.get(column) is not None and len(numbers) < FIRST_STEPS else []
+        self.sources |= {name.removeprefix("groups/"): row["step"] for name in row if name.startswith("groups/")}
         self.rows.append(row)
 
     @staticmethod
@@ -185,16 +198,16 @@ def mismatch(run: History) -> Evidence | None:
     On tokens of the policy in training they are equal to rounding: 1e-13 nats where both compute in float32 and 1e-4 in
     bfloat16, in a mean of squares over few tokens. Stale tokens differ by some hundredths.
     """
-    gaps, floor = run.numbers("kl_behaviour", 5), next(iter(run.numbers("kl_behaviour", len(run.rows))), 0.0)
+    gaps = run.numbers("kl_behaviour", 5)
     if len(gaps) < 3:
         return None
-    gap = statistics.median(gaps)
+    gap, floor = statistics.median(gaps), run.first["kl_behaviour"][0]
     text = f"engines and trainer differ by {gap:.2g} nats a token, at the first step by {floor:.2g}"
     if not run.is_on_policy:
         return Evidence(text, 3) if gap > 0.5 else None
     if gap > (1e-6 if floor < 1e-8 else 0.05) or (gap > 5e-3 and gap > 100 * floor):
         return Evidence(text, 3)
-    return Evidence(text, 3, severity=DOUBT) if gap > max(1e-3, 20 * floor) else None
+    return Evidence(text, 3, severity=DOUBT) if gap > min(max(1e-3, 20 * floor), 0.01) else None
 
 
 def importance(run: History) -> Evidence | None:
@@ -260,14 +273,14 @@ def prompts(run: History) -> Evidence | None:
 
 def cut_off(run: History) -> Evidence | None:
     """Most completions are cut off, or more and more of them."""
-    rates = run.numbers("truncation_rate", len(run.rows))
+    rates = run.numbers("truncation_rate", 5)
     if len(rates) < 3:
         return None
-    newest, before = statistics.fmean(rates[-3:]), statistics.fmean(rates[:5])
+    newest, before = statistics.fmean(rates[-3:]), statistics.fmean(run.first["truncation_rate"])
     limit = f"MAX_NEW_TOKENS={run.settled('max_new_tokens')}"
     if newest > 0.5:
         return Evidence(f"{newest:.0%} of the completions are cut off at {limit}", 3)
-    if len(rates) >= 10 and (now := statistics.fmean(rates[-5:])) > before + 0.25:
+    if len(run.rows) >= 10 and (now := statistics.fmean(rates)) > before + 0.25:
         return Evidence(f"{now:.0%} of the completions are cut off at {limit}, {before:.0%} at first", 5)
     return None
 
@@ -394,7 +407,7 @@ def follows_place(run: History) -> Evidence | None:
 
 def falls(run: History) -> Evidence | None:
     """The mean reward falls, or was lost."""
-    scored = [(row["step"], row["reward_mean"]) for row in run.rows if row.get("reward_mean") is not None]
+    scored = run.scored
     best_step, best = max(scored[:-LOST_STEPS], key=lambda one: one[1], default=(0, 0.0))
     if best >= LEAST_BEST and all(reward < LOST_SHARE * best for _, reward in scored[-LOST_STEPS:]):
         text = f"the mean reward fell from {best:.3f} in step {best_step} to {scored[-1][1]:.3f}"
@@ -497,17 +510,16 @@ def held_out(run: History) -> Evidence | None:
 def starved(run: History) -> Evidence | None:
     """A source teaches nothing while others do."""
     shares = {}
-    for name in {name for row in run.rows[-WINDOW:] for name in row if name.startswith("groups/")}:
-        equal = run.numbers(name.replace("groups/", "zero_variance_groups/"))
-        shares[name.removeprefix("groups/")] = sum(run.numbers(name)), sum(equal)
+    for source in run.sources:
+        shares[source] = sum(run.numbers(f"groups/{source}")), sum(run.numbers(f"zero_variance_groups/{source}"))
     for source, (groups, equal) in shares.items():
         others = [(n, e) for other, (n, e) in shares.items() if other != source and e < 0.75 * n]
         if groups >= WINDOW and equal >= 0.98 * groups and others:
             text = f"in {equal:.0f} of {groups:.0f} groups of the source {source} all rewards are equal"
             return Evidence(f"{text}, in {others[0][1]:.0f} of {others[0][0]:.0f} of another", WINDOW)
-    seen = {name for row in run.rows for name in row if name.startswith("groups/")}
-    for name in sorted(seen - {n for row in run.rows[-WINDOW:] for n in row}):
-        return Evidence(f"the source {name.removeprefix('groups/')} had no group in {WINDOW} steps", WINDOW)
+    for source, last in run.sources.items():
+        if run.rows[-1]["step"] - last >= 2 * WINDOW:
+            return Evidence(f"the source {source} has had no group since step {last}", 2 * WINDOW)
     return None
 
 
@@ -525,27 +537,25 @@ def worse(run: History) -> Evidence | None:
 
 def length(run: History) -> Evidence | None:
     """Completions become much shorter or longer while their reward does not rise."""
-    lengths, rewards = (run.numbers(name, len(run.rows)) for name in ("length_mean", "reward_mean"))
-    if len(lengths) < 10 or len(rewards) < 10:
+    lengths, rewards = run.numbers("length_mean", 5), run.numbers("reward_mean", 5)
+    if len(run.rows) < 10 or len(lengths) < 5 or not rewards:
         return None
-    first, last = statistics.fmean(lengths[:5]), statistics.fmean(lengths[-5:])
-    if not (last < first / 3 or last > 3 * first):
+    first, last = statistics.fmean(run.first["length_mean"]), statistics.fmean(lengths)
+    if first / 3 <= last <= 3 * first:
         return None
-    rises = statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5])
+    rises = statistics.fmean(rewards) > statistics.fmean(run.first["reward_mean"])
     text = f"completions have {last:.1f} tokens in the mean, {first:.1f} at first"
     return Evidence(text, 5, severity=NOTE if rises else "")
 
 
 def entropy(run: History) -> Evidence | None:
     """The policy has settled, although its answers are not right."""
-    values = run.numbers("entropy_all", len(run.rows)) if run.numbers("entropy_all", len(run.rows))[1:] else []
-    if not values or values[-1] >= max(0.02, 0.05 * values[0]) or not (rewards := run.rewards):
+    [now], first, rewards = run.numbers("entropy_all", 1) or [math.inf], run.first["entropy_all"], run.rewards
+    if not (rewards and first) or now >= max(0.02, 0.05 * first[0]):
         return None
     mean = sum(reward * count for reward, count in rewards.items()) / rewards.total()
-    best = max(max(rewards), *(row.get("reward_mean") or 0.0 for row in run.rows))
-    text = (
-        f"the policy's entropy is {values[-1]:.3g} nats a token, {values[0]:.3g} at first; the mean reward {mean:.2f}"
-    )
+    best = max(max(rewards), *(reward for _, reward in run.scored))
+    text = f"the policy's entropy is {now:.3g} nats a token, {first[0]:.3g} at first; the mean reward {mean:.2f}"
     return Evidence(text, 1, severity=NOTE if mean >= 0.9 * best > 0 else "")
 
 

@@ -9,7 +9,7 @@ FLOAT = {"COMPUTE_TYPE": "float32", "ENGINE_DTYPE": "float32", "PUBLISH_TYPE": "
 PUBLISHED_SHORT = FLOAT | {"PUBLISH_TYPE": "bfloat16"}
 SHORT = {"COMPUTE_TYPE": "bfloat16", "ENGINE_DTYPE": "bfloat16", "PUBLISH_TYPE": "bfloat16"}
 AGENT = {"ROLLOUT": "agent", "AGENT": "tests.e2e.agents:twice", "MAX_NEW_TOKENS": "6"}
-AGENT |= {"BATCH_SIZE": "4", "GROUP_SIZE": "4", "MAX_STEPS": "12", "EVAL_PROMPTS": "8"}  # a client takes 40 ms
+AGENT |= {"BATCH_SIZE": "4", "GROUP_SIZE": "4", "MAX_STEPS": "8"}  # a client takes 40 ms
 ENVIRONMENT = {
     "ROLLOUT": "environment",
     "DATASET": "seeds",
@@ -34,8 +34,8 @@ HEALTHY: dict[str, dict[str, str]] = {
     "bfloat16": SHORT,
     "bfloat16, seed 1": SHORT | seed(1),
     "bfloat16, seed 2": SHORT | seed(2),
-    "bfloat16, 48 steps": SHORT | {"MAX_STEPS": "48", "NUM_EPOCHS": "9", "EVAL_EVERY": "12"},
-    "80 steps": FLOAT | {"MAX_STEPS": "80", "NUM_EPOCHS": "9", "EVAL_EVERY": "10"},
+    "bfloat16, 24 steps": SHORT | {"MAX_STEPS": "24", "EVAL_EVERY": "12"},
+    "40 steps": FLOAT | {"MAX_STEPS": "40", "NUM_EPOCHS": "9", "EVAL_EVERY": "10"},
     "asynchronous": FLOAT | {"MODE": "async"},
     "asynchronous, bfloat16": SHORT | {"MODE": "async", "MAX_STALENESS": "2"} | seed(1),
     "LoRA": FLOAT | {"LORA_RANK": "4", "LEARNING_RATE": "3e-4"},
@@ -52,7 +52,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "sources": FLOAT
     | {"SOURCES": "{sources}", "REWARD_FN": "", "PROMPT_STYLE": "", "DATASET": "", "DATASET_CONFIG": ""},
     "2 x 2 updates": FLOAT | {"UPDATES_PER_BATCH": "2", "EPOCHS_PER_BATCH": "2"},
-    "critic": FLOAT | {"ADVANTAGE": "gae", "GROUP_SIZE": "4", "CRITIC_LEARNING_RATE": "1e-3", "MAX_STEPS": "40"},
+    "critic": FLOAT | {"ADVANTAGE": "gae", "GROUP_SIZE": "4", "CRITIC_LEARNING_RATE": "1e-3", "MAX_STEPS": "24"},
     "cispo, broadcast": PUBLISHED_SHORT | {"LOSS": "cispo", "PUBLISH_TRANSPORT": "broadcast"},
     "GSPO, RLOO": FLOAT | {"LOSS": "gspo", "ADVANTAGE": "rloo"},
     "deviation of the batch, KL": FLOAT | {"ADVANTAGE": "batch_std", "KL_COEF": "0.01"},

@@ -60,7 +60,8 @@ def recording(name: str, run: Run) -> dict[str, Any]:
         "settings": {name: settings[name] for name in SETTINGS},
         "accuracy_before": run.summary.get("accuracy_before_low"),
         "held_out": [key[:KEY] for key in run.held_out()],
-        "rows": {name: [short(row.get(name)) for row in kept] for name in names},
+        # Of a share of 1, four digits are not enough to see whether it has changed.
+        "rows": {n: [row.get(n) if n == "publish_share" else short(row.get(n)) for row in kept] for n in names},
     }
 
 
