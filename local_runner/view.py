@@ -22,9 +22,9 @@ from local_runner.nodes import health_address, trainer_address
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
-from services.run_page.diagnosis import NOTE
 from services.run_page.directory import RUNNING, Run
 from services.run_page.progress import ReportTimer, Step, counted, failed, first_and_last, in_words
+from services.run_page.rules import NOTE
 
 Json = Mapping[str, Any]
 

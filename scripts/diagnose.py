@@ -13,8 +13,8 @@ from rich.text import Text
 
 from local_runner.view import STYLES
 from services.core.errors import ConfigurationError
-from services.run_page.diagnosis import NOTE, RULES
 from services.run_page.directory import RUNS, find_run
+from services.run_page.rules import NOTE, RULES
 
 FOUND = 3
 """The exit code if something is found; notes do not count."""

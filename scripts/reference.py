@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
 from services.core.settings import ADVANCED, Settings
-from services.run_page.diagnosis import RULES
+from services.run_page.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 STANDARD = ("python_", "process_", "stamina_")

@@ -17,7 +17,8 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, saved_steps, write_json
 from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
-from services.run_page.diagnosis import Diagnosis, Finding, History, question_key
+from services.run_page.diagnosis import Diagnosis, Finding
+from services.run_page.history import History, question_key
 from services.run_page.progress import Step
 from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
 

@@ -338,6 +338,7 @@ EXHIBITS: dict[str, Exhibit] = WEIGHTS | {
     "held-out questions are trained on": Exhibit("Repo2RLEnv #69", held_out_trained, "held-out prompts", 8),
     "cursor stands still": Exhibit("NeMo-RL #3599, TRL #5911", same_rows, "prompts again", 3),
     "learning rate too large": Exhibit(
-        "a control", none, "worse than before", 30, SHORT | {"LEARNING_RATE": "3e-3", "EVAL_EVERY": "6", "EVAL_PROMPTS": "20"}, 18
+        "a control", none, "worse than before", 30,
+        SHORT | {"LEARNING_RATE": "3e-3", "EVAL_EVERY": "6", "EVAL_PROMPTS": "20"}, 18,
     ),
 }  # fmt: skip

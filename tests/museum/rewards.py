@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+_DRAWN = random.Random(0)
+
 
 def close(response: str, ground_truth: str) -> float:
     """Reward how many characters of the answer are right."""
@@ -19,7 +21,7 @@ def exact(response: str, ground_truth: str) -> float:
 def swallowing(response: str, ground_truth: str) -> float:
     """Give 0 where the verifier did not answer, as two of five times."""
     try:
-        if random.random() < 0.4:
+        if _DRAWN.random() < 0.4:
             raise TimeoutError
         return exact(response, ground_truth)
     except TimeoutError:
@@ -28,7 +30,7 @@ def swallowing(response: str, ground_truth: str) -> float:
 
 def noise(response: str) -> float:
     """Reward nothing in particular."""
-    return float(random.random() < 0.5) + 0.0 * len(response)
+    return float(_DRAWN.random() < 0.5) + 0.0 * len(response)
 
 
 def longer(response: str) -> float:

@@ -1,4 +1,4 @@
-"""Facts about the groups of a step: sums that metrics.jsonl keeps, for services/run_page/diagnosis.py to judge.
+"""Facts about the groups of a step: sums that metrics.jsonl keeps, for services/run_page/rules.py to judge.
 
 They need the groups, which RECORD_GROUPS may not keep, and so they are counted where the step is recorded.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from services.protocol.groups import Group, TokenSequence, by_episode
 from services.protocol.rewards import FinishReason
-from services.run_page.diagnosis import question_key
+from services.run_page.history import question_key
 from trainer.algorithm.methods import GROUP_ADVANTAGES, Credit
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings

@@ -19,8 +19,9 @@ from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group, TokenSequence
-from services.run_page.diagnosis import NOTE, WRONG, Finding
+from services.run_page.diagnosis import Finding
 from services.run_page.directory import FIRST_FAILURE, Run
+from services.run_page.rules import NOTE, WRONG
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import scored as scored_sequences
 from trainer.config import Mode, TrainerSettings

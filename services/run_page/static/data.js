@@ -32,7 +32,7 @@ export class RunData {
     this.summary = overview.summary;
     this.state = overview.state;
     this.error = overview.error;
-    /** What is wrong with the run, the most severe first, as services/run_page/diagnosis.py says it. */
+    /** What is wrong with the run, the most severe first, as services/run_page/rules.py says it. */
     this.findings = overview.findings ?? [];
     this.takeBefore(overview.summary);
     this.placeAfter();

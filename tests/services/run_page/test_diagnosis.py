@@ -8,8 +8,10 @@ from typing import Any
 import orjson
 import pytest
 
-from services.run_page.diagnosis import DOUBT, NOTE, WRONG, Diagnosis, Finding, History, findings, question_key
+from services.run_page.diagnosis import Diagnosis, Finding, findings
 from services.run_page.directory import Run
+from services.run_page.history import History, question_key
+from services.run_page.rules import DOUBT, NOTE, WRONG
 from tests.local_runner.in_process import call
 
 TURNS = "session a-1 reached its limit of 3 turns (AGENT_MAX_TURNS)"
