@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -76,6 +77,8 @@ def run_job(directory: Path, model: Path, *, engines: int = 1, **variables: str)
     chosen = SETTINGS | {"MODEL_NAME": str(model), "SHARED_DIR": str(directory), "RUN_ID": "r"} | variables
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, chosen))
+        # Workers of the reward-server would import the program of this process, and all that it imports.
+        stack.enter_context(mock.patch.dict(vars(sys.modules["__main__"]), {"__spec__": None, "__file__": None}))
         _serve(stack, engines, is_agent="AGENT" in chosen)
         with join_ranks() as ranks:
             train(TrainerSettings.load(), ranks, StopSignal())
