@@ -335,7 +335,10 @@ EXHIBITS: dict[str, Exhibit] = WEIGHTS | {
     ),
     "verifier reads another form": Exhibit("awslabs #97", nothing_read, "answers unread", 3),
     "no tool ever fires": Exhibit("awslabs #97, benchflow #988", none, "tools unused", 5, TOOLS),
-    "held-out questions are trained on": Exhibit("Repo2RLEnv #69", held_out_trained, "held-out prompts", 8),
+    "held-out questions are trained on": Exhibit(
+        "Repo2RLEnv #69", held_out_trained, "held-out prompts", 8,
+        FLOAT | {"DATASET": "{questions}", "DATASET_CONFIG": ""},
+    ),
     "cursor stands still": Exhibit("NeMo-RL #3599, TRL #5911", same_rows, "prompts again", 3),
     "learning rate too large": Exhibit(
         "a control", none, "worse than before", 30,

@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "ENVIRONMENT": "tests.e2e.agents:Moods",
     "DATASET_CONFIG": "",
 }
-TAUGHT = {"TEACHER_MODEL": "{teacher}", "REWARD_WEIGHT": "0", "LEARNING_RATE": "1e-3"}
+TAUGHT = {"TEACHER_MODEL": "{teacher}", "REWARD_WEIGHT": "0"}
 HARD = {"DATASET_CONFIG": '{"digits": [2], "template": "{a}{op}{b}="}', "REWARD_FN": "tests.museum.rewards:close"}
 
 
@@ -48,7 +48,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "replay": FLOAT | {"REPLAY_GROUPS": "4"},
     "SFT": FLOAT | {"METHOD": "sft", "DATASET": "{rows}", "DATASET_CONFIG": "", "EVAL_PROMPTS": "0"},
     "distillation": FLOAT | TAUGHT,
-    "distillation beside rewards": SHORT | TAUGHT | {"REWARD_WEIGHT": "1", "LEARNING_RATE": "1e-4"},
+    "distillation beside rewards": SHORT | TAUGHT | {"REWARD_WEIGHT": "1"},
     "sources": FLOAT
     | {"SOURCES": "{sources}", "REWARD_FN": "", "PROMPT_STYLE": "", "DATASET": "", "DATASET_CONFIG": ""},
     "2 x 2 updates": FLOAT | {"UPDATES_PER_BATCH": "2", "EPOCHS_PER_BATCH": "2"},
@@ -61,7 +61,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "dynamic sampling": FLOAT | {"DYNAMIC_SAMPLING_TRIES": "2"} | HARD,
     "two engines": PUBLISHED_SHORT | {"engines": "2"},
     "hard, own reward": SHORT | HARD | {"GROUP_SIZE": "4", "LEARNING_RATE": "3e-4"},
-    "cut off and masked": FLOAT | {"MAX_NEW_TOKENS": "3", "MASK_TRUNCATED": "true"},
+    "masked at three tokens": FLOAT | {"MAX_NEW_TOKENS": "3", "MASK_TRUNCATED": "true"},
 }
 
 
@@ -69,13 +69,20 @@ def chosen(settings: dict[str, str], files: Path, teacher: Path) -> dict[str, st
     """Return settings with the paths of their files, which are written to ``files``."""
     rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
     (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [{"question": row["prompt"], "answer": row["completion"]} for row in rows]
+    (files / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     sources = [
         {"name": name, "ratio": ratio, "dataset": "arithmetic", "prompt_style": "plain", "rollout": "completion",
          "reward_fn": "exact_match", "dataset_config": {"operations": operation, "template": "{a}{op}{b}="}}
         for name, ratio, operation in (("sums", 3, "+"), ("differences", 1, "-"))
     ]  # fmt: skip
     (files / "sources.yaml").write_text(json.dumps(sources))
-    paths = {"teacher": teacher, "rows": files / "rows.jsonl", "sources": files / "sources.yaml"}
+    paths = {
+        "teacher": teacher,
+        "rows": files / "rows.jsonl",
+        "questions": files / "questions.jsonl",
+        "sources": files / "sources.yaml",
+    }
     return {
         name: str(paths[value[1:-1]]) if value[:1] == "{" and value[1:-1] in paths else value
         for name, value in settings.items()
