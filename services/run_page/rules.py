@@ -451,10 +451,10 @@ def entropy(run: History) -> Evidence | None:
 
 def critic(run: History) -> Evidence | None:
     """The critic explains nothing of the returns."""
-    values = run.numbers("explained_variance", 10)
-    if len(run.rows) < 20 or len(values) < 10 or (share := statistics.median(values)) >= 0.02:
+    values = run.numbers("explained_variance")
+    if len(run.rows) < 50 or len(values) < WINDOW or (share := statistics.median(values)) >= 0.02:
         return None
-    return Evidence(f"the critic explains {share:.2f} of the returns' variance", 10)
+    return Evidence(f"the critic explains {share:.2f} of the returns' variance", WINDOW)
 
 
 def teacher(run: History) -> Evidence | None:

@@ -79,13 +79,13 @@ def run_job(directory: Path, model: Path, *, engines: int = 1, **variables: str)
         stack.enter_context(mock.patch.dict(os.environ, chosen))
         # Workers of the reward-server would import the program of this process, and all that it imports.
         stack.enter_context(mock.patch.dict(vars(sys.modules["__main__"]), {"__spec__": None, "__file__": None}))
-        _serve(stack, engines, is_agent="AGENT" in chosen)
+        _serve(stack, engines, plays=bool({"AGENT", "ENVIRONMENT"} & chosen.keys()))
         with join_ranks() as ranks:
             train(TrainerSettings.load(), ranks, StopSignal())
     return Run(directory / "runs" / "r")
 
 
-def _serve(stack: ExitStack, engines: int, *, is_agent: bool) -> None:
+def _serve(stack: ExitStack, engines: int, *, plays: bool) -> None:
     """Start the components until the stack ends, and have clients find them."""
     addresses: dict[str, str] = {}
 
@@ -103,7 +103,7 @@ def _serve(stack: ExitStack, engines: int, *, is_agent: bool) -> None:
     if "ENVIRONMENT" in os.environ:
         settings = EnvironmentSettings.load()
         name(Task.ENVIRONMENT_SERVER, stack.enter_context(served_ready(environment_server(settings))))
-    if is_agent:
+    if plays:
         name(Task.GATEWAY, stack.enter_context(served_ready(gateway(GatewaySettings.load()))))
 
 

@@ -43,7 +43,7 @@ FAULTS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "grows": ("length", rows(12, length_mean=LONGER, reward_mean=[0.5] * 12), {}),
     "settled": ("entropy", rows(11, entropy_all=[0.8, *[None] * 9, 0.001], reward_counts=[[0.0, 30], [1.0, 2]]), {}),
     "unlearned": ("worse than before", rows(1, accuracy=0.3, accuracy_high=0.4), {"accuracy_before": 0.5}),
-    "no critic": ("critic", rows(20, explained_variance=-0.1), {}),
+    "no critic": ("critic", rows(50, explained_variance=-0.1), {}),
     "no teacher": ("teacher", rows(3, teacher_k1=9.0, teacher_overlap=0.1), {}),
     "starves": (
         "source starves",
