@@ -42,7 +42,6 @@ HEALTHY: dict[str, dict[str, str]] = {
     "LoRA, bfloat16": SHORT | {"LORA_RANK": "4", "LEARNING_RATE": "2e-4"} | seed(1),
     "agent": FLOAT | AGENT,
     "agent, bfloat16": SHORT | AGENT | seed(1),
-    "agent that fails at times": FLOAT | AGENT | {"AGENT": "tests.e2e.agents:moody"},
     "environment": FLOAT | ENVIRONMENT,
     "environment, bfloat16": SHORT | ENVIRONMENT | seed(1),
     "replay": FLOAT | {"REPLAY_GROUPS": "4"},
