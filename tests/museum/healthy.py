@@ -52,7 +52,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     | {"SOURCES": "{sources}", "REWARD_FN": "", "PROMPT_STYLE": "", "DATASET": "", "DATASET_CONFIG": ""},
     "2 x 2 updates": FLOAT | {"UPDATES_PER_BATCH": "2", "EPOCHS_PER_BATCH": "2"},
     "critic": FLOAT | {"ADVANTAGE": "gae", "GROUP_SIZE": "4", "CRITIC_LEARNING_RATE": "1e-3", "MAX_STEPS": "24"},
-    "cispo, broadcast": PUBLISHED_SHORT | {"LOSS": "cispo", "PUBLISH_TRANSPORT": "broadcast"},
+    "cispo": PUBLISHED_SHORT | {"LOSS": "cispo"},
     "GSPO, RLOO": FLOAT | {"LOSS": "gspo", "ADVANTAGE": "rloo"},
     "deviation of the batch, KL": FLOAT | {"ADVANTAGE": "batch_std", "KL_COEF": "0.01"},
     "temperature 0.7": SHORT | {"TEMPERATURE": "0.7"},
