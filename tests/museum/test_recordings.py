@@ -51,5 +51,5 @@ def test_there_are_enough_recordings_and_every_exhibit_names_a_rule() -> None:
     names = [rule.name for rule in RULES]
     assert len({*names}) == len(names)
     assert {exhibit.rule for exhibit in EXHIBITS.values()} - {""} <= {*names}
-    assert len(RUNS.keys() & EXHIBITS.keys()) >= 25
-    assert len(RUNS.keys() & HEALTHY.keys()) >= 15
+    assert len(RUNS.keys() & EXHIBITS.keys()) >= 35
+    assert len(RUNS.keys() & HEALTHY.keys()) >= 30
