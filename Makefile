@@ -29,7 +29,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ test-slow: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests that take 
 test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what they need was installed
 	@test -s .cache/skipped-tests.txt || { echo "the last run skipped nothing"; exit 2; }
 	$(RUN) -m pytest --require-all @.cache/skipped-tests.txt
+
+museum: $(VENV)/.test  ## faults of other systems, injected into whole jobs: each is named by its rule, or ends the run; some minutes
+	$(RUN) -m pytest -n $(WORKERS) tests/museum
 
 test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \

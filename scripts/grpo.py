@@ -52,6 +52,7 @@ COMMANDS = {
     ),
     "rehearse": Program("scripts.rehearse", TRAINING, ("grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",)),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
+    "diagnose": Program("scripts.diagnose", QUESTIONS, ("grpo diagnose", "grpo diagnose grpo-20260131-120000 --json")),
     "logs": Program("local_runner.status", TRAINING, ("grpo logs --follow", "grpo logs RUN ppo-trainer -n 50"), "logs"),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),

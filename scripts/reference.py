@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md and docs/metrics.md: ``python -m scripts.reference [--check]``.
+"""Write the tables of configuration.md, metrics.md and guides/diagnosing.md: ``python -m scripts.reference [--check]``.
 
 `make test` checks that the pages are up to date.
 """
@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
 from services.core.settings import ADVANCED, Settings
+from services.run_page.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 STANDARD = ("python_", "process_", "stamina_")
@@ -126,7 +127,21 @@ def metrics_tables() -> str:
     return "\n".join([*lines, *(f"| `{column}` | {text} | |" for column, text in DERIVED.items()), ""])
 
 
-PAGES = {ROOT / "docs/configuration.md": settings_tables, ROOT / "docs/metrics.md": metrics_tables}
+def rules_table() -> str:
+    """Return the table of the rules that judge a run."""
+    lines = ["## What it says", "", "| finding | severity | symptom | cause | remedy |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        symptom = (inspect.getdoc(rule.check) or "").splitlines()[0]
+        cause = f"{rule.certainty}: {rule.cause}" if rule.cause else "named by the failure"
+        lines.append(f"| {rule.name} | {rule.severity} | {symptom} | {cause} | {rule.remedy} |")
+    return "\n".join([*lines, ""])
+
+
+PAGES = {
+    ROOT / "docs/configuration.md": settings_tables,
+    ROOT / "docs/metrics.md": metrics_tables,
+    ROOT / "docs/guides/diagnosing.md": rules_table,
+}
 """The function that returns a page's text from its first second-level heading on; what is above is written by hand."""
 
 

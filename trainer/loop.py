@@ -437,6 +437,7 @@ class TrainingLoop:
         with writing(self.settings.run_dir):
             self.files.record_samples(self.state.step, batch.groups, groups)
             metrics |= self.status.clock.lap()
-            self.files.record_step(self.state.step, metrics, batch.scored)
+            self.files.record_step(self.state.step, metrics, batch.scored, groups)
+        self.files.diagnose(self.state.accuracy_before_low)
         self.status.step, self.status.metrics = self.state.step, metrics
         log.info(f"step {self.state.step}/{self.total_steps}", **headline(metrics))

@@ -40,6 +40,7 @@ from trainer.model.saving import keep_untrained, writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, KeptKernels, RankCalls
+from trainer.reporting.group_facts import GroupFacts
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.reporting.trackers import tracker_of
@@ -222,7 +223,8 @@ def _drive(
         decode = policy.description.decode
         components = {c.task: services.thread.call(c.settings()) for c in services.clients.services}
         _check_columns(settings, data, components)
-        files = RunFiles(settings, state.step, decode, components, room.holds)
+        facts = GroupFacts(settings, *policy.description.special_tokens)
+        files = RunFiles(settings, state.step, decode, components, room.holds, facts)
     # Its first failure is among the files, which forget that of an earlier attempt.
     if settings.mode is Mode.ASYNC and settings.collector_in_process:
         collecting = collect_sources(settings, services.clients, services.makers)

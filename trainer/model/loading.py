@@ -45,6 +45,14 @@ class Description:
     untrained: Path | None = None
     """The file with the tensors of an image model that the trainer does not load, such as its vision tower."""
 
+    @property
+    def special_tokens(self) -> tuple[set[int], set[int]]:
+        """The ids of the special tokens, and those of them that end a text."""
+        added = self.tokenizer.added_tokens_decoder
+        special = {*self.tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
+        ends = self.config.eos_token_id
+        return special, {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

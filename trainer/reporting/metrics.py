@@ -6,7 +6,7 @@ docs/metrics.md is generated from ``MEASURES``, ``DERIVED`` and ``NAMED``, which
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Gauge
@@ -15,6 +15,7 @@ from trainer.reporting.step_metrics import PHASES
 
 STEP = Gauge("trainer_step", "The newest completed step.")
 STEPS = Counter("trainer_steps", "Steps completed by this process.")
+FINDING = Gauge("trainer_finding", "1 for each thing that is found wrong with the run.", ["rule", "severity"])
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,8 @@ DERIVED = {
     "counted in 20 intervals, each under its middle.",
     "failures": "Completions without a reward or over a limit: [reason, count, what one of them says], the most "
     "frequent reason first.",
+    "facts": "Sums over the step's groups from which `grpo diagnose` judges the run, by name; `prompts` has the place "
+    "of each group's prompt in the data, and `examples` the groups with a fault.",
     "episodes_failed": "Episodes of an agent without a reward, and those over a limit, over all reasons.",
     "trained_tokens_per_second": "trained_tokens over the seconds of the updates; in Prometheus, from the counters.",
 }
@@ -303,6 +306,13 @@ def count_step(step: int) -> None:
     """Count a completed step, and export its number."""
     STEP.set(step)
     STEPS.inc()
+
+
+def export_findings(found: Iterable[tuple[str, str]]) -> None:
+    """Export what is found wrong with the run, each with its rule and severity, and nothing else."""
+    FINDING.clear()
+    for labels in found:
+        FINDING.labels(*labels).set(1)
 
 
 def export(metrics: Mapping[str, float]) -> None:
