@@ -510,8 +510,9 @@ class MemorySection(MemorySettings):
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
     attention_kernel: Literal["triton", "flash"] = "triton"
-    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer.
-    No GPU has run it here yet: compare both with `make bench-gpu BENCH="--only attention"` first. [advanced]"""
+    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer,
+    for models without windows, caps or sinks. No GPU has run it here yet: compare both with
+    `make bench-gpu BENCH="--only attention"` first. [advanced]"""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
     cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory
@@ -528,12 +529,14 @@ class MemorySection(MemorySettings):
     layout: Layout = Layout.AUTO
     """`tree`: tokens that completions of a prompt share are computed once, in the trainer's own attention. `rows`: each
     completion is a row with its prompt, padded on the right, in the model's own forward pass, which takes every causal
-    language model of transformers. `auto`: trees for families whose attention the trainer knows (Llama, Qwen2, Qwen3
-    and others without windows, caps or recurrent layers), otherwise rows."""
+    language model of transformers. `auto`: trees for families whose layers the trainer knows (Llama, Qwen2, Qwen3,
+    Gemma, gpt-oss and others; the recurrent layers of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H), otherwise
+    rows."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
     than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
-    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that."""
+    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that. Models with
+    recurrent layers need 1."""
 
 
 class PublishingSection(Settings):

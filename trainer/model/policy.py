@@ -38,7 +38,7 @@ from services.core.machine import Compute, ComputeType
 from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
-from trainer.model.attention import SharedLayout
+from trainer.model.attention import SharedLayout, windows_of
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
     Description,
@@ -52,6 +52,7 @@ from trainer.model.loading import (
 )
 from trainer.model.logprobs import Lesson, LogitForm, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import is_recurrent
 from trainer.model.rounding import Masters, NearestRounding, Rounding, UnbiasedRounding
 from trainer.model.sharding import reshard, shard
 
@@ -297,11 +298,13 @@ def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
         rows = {"input_ids": batch.input_ids[batch.layout.paths], "attention_mask": batch.layout.mask()}
         states = decoder(**rows, use_cache=False).last_hidden_state.flatten(0, 1)
         return cast("Tensor", states.index_select(0, batch.layout.places[batch.predict_rows]))
-    layout: Any = batch.layout.prepared()
+    layout: Any = batch.layout.prepared(windows_of(decoder.config))
     if batch.context.size > 1:
-        layout = SharedLayout(layout, batch.context.group)
-    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+        layout = SharedLayout(layout, batch.context.group, batch.context.rank)
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], "layout": layout}
+    if is_recurrent(decoder.config):
+        inputs["seq_idx"] = batch.segments
+    states = decoder(**inputs, use_cache=False).last_hidden_state[0]
     # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
     return cast("Tensor", states.index_select(0, batch.predict_rows))
 
