@@ -63,9 +63,18 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelShape:
-        """Return the shape of a configuration's model, which is built without data."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        """Return the shape of a configuration's model, which is built without data.
+
+        Raises:
+            ConfigurationError: transformers has no causal language model for it.
+        """
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"MODEL_NAME: transformers has no causal language model of type {config.model_type!r}; choose another"
+            ) from error
         layers = decoder_layers(model.base_model)
         heads = config.num_attention_heads
         experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)

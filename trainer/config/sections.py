@@ -553,9 +553,6 @@ class PublishingSection(Settings):
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.
     [advanced]"""
-    publish_probe: bool = False
-    """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
-    adapters always does. [advanced]"""
     min_workers: int = Field(1, ge=1)
     """The run stops when fewer rollout workers are left."""
 

@@ -167,8 +167,25 @@ MEASURES: tuple[Measure, ...] = (
     _plain("workers", "Rollout workers that serve the newest policy version."),
     Measure("pause_seconds", "trainer_worker_pause_seconds", "Longest that a worker did not generate to be updated."),
     _plain("publish_by_disk", "1 once broadcasts have failed and the run publishes over the shared volume instead."),
-    Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
-    _plain("probe_delivered", "Least share of a change of LoRA adapters that workers see."),
+    _plain("workers_proven", "Workers whose weights are proven by digests; the others' answers to a fixed text agree."),
+    _plain("workers_refused", "Workers that confirmed the newest policy version and computed with something else."),
+    Measure("proof_seconds", "trainer_proof_seconds", "Time of the publication in which its version was proven."),
+    Measure(
+        "probe_difference",
+        "trainer_probe_difference_nats",
+        "Largest mean difference, a token of a fixed text, between a worker's log-probabilities and the trainer's.",
+    ),
+    _plain(
+        "probe_delivered",
+        "Least share of the change between two versions that a worker's answers show; left out while no two differ by "
+        "four times the noise.",
+    ),
+    _plain(
+        "gap_residual",
+        "Mean difference, at most 1 nat a token, between a worker's and the trainer's log-probabilities of the step's "
+        "completions with the same version; measured when kl_behaviour is unusual.",
+    ),
+    _plain("served_version", "The oldest version that fits a worker's answers best; left out likewise."),
     _plain("peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
     Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
     Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
