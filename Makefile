@@ -137,7 +137,7 @@ bench-gpu: $(VENV)-engine/.engine $(VENV)-cuda/.cuda  ## measure this node's GPU
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu $(BENCH)
 
-docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/metrics.md
+docs: $(VENV)/.test  ## write the tables of docs/configuration.md, metrics.md and models.md
 	$(RUN) -m scripts.reference
 
 notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it

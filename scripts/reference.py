@@ -1,4 +1,4 @@
-"""Write the tables of configuration.md, metrics.md and guides/diagnosing.md: ``python -m scripts.reference [--check]``.
+"""Write the tables of pages of docs/ (see PAGES) from the code: ``python -m scripts.reference [--check]``.
 
 `make test` checks that the pages are up to date.
 """
@@ -137,9 +137,53 @@ def rules_table() -> str:
     return "\n".join([*lines, ""])
 
 
+def models_table() -> str:
+    """Return the table of the families of models that were tried."""
+    from transformers import AutoConfig
+
+    from services.embedded_engine.families import FAMILIES as PACKED
+    from trainer.model.attention import obstacle_to_trees
+    from trainer.model.families import FAMILIES
+
+    lines = ["## Families", "", f"| {' | '.join(_OF_FAMILY)} |", "|---" * len(_OF_FAMILY) + "|"]
+    for family in FAMILIES:
+        layout = "rows" if obstacle_to_trees(AutoConfig.for_model(family.kind, **family.options)) else "trees"
+        lora = "yes" if family.has_adapters else "no"
+        engine = "packed" if family.kind in PACKED else "transformers'"
+        sglang = "its own" if family.is_in_sglang else "transformers'"
+        cells = [
+            family.models,
+            f"`{family.kind}`",
+            family.layers,
+            layout,
+            lora,
+            engine,
+            sglang,
+            family.calls,
+            family.ran,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+_OF_FAMILY = (
+    *(
+        "models",
+        "model_type",
+        "layers",
+        "layout",
+        "LoRA",
+        "embedded engine",
+        "SGLang",
+        "calls of tools",
+        "what has run",
+    ),
+)
+
 PAGES = {
     ROOT / "docs/configuration.md": settings_tables,
     ROOT / "docs/metrics.md": metrics_tables,
+    ROOT / "docs/models.md": models_table,
     ROOT / "docs/guides/diagnosing.md": rules_table,
 }
 """The function that returns a page's text from its first second-level heading on; what is above is written by hand."""
