@@ -73,6 +73,11 @@ COMMANDS = {
         ),
     ),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
+    "tasks": Program(
+        "scripts.tasks",
+        TRAINING,
+        ("grpo tasks check examples/tasks", "grpo tasks check tasks.txt --jobs 8"),
+    ),
     "doctor": Program(
         "local_runner.doctor",
         TRAINING,

@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "evaluation.policy": ("environment", "head", "local"),
     "evaluation.trajectories": ("environment", "head", "local"),
     "scripts.launch": ("local", "trainer"),
+    "scripts.tasks": ("environment", "local"),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
     "scripts.rehearse": ("local", "rollout", "trainer"),
     "local_runner": ("local",),

@@ -25,7 +25,16 @@ from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
-from services.data_server.settings import GROUPS, DataSettings, GroundTruthFormat, check_file, generator_of, named_files
+from services.data_server.harbor import task_tables
+from services.data_server.settings import (
+    GROUPS,
+    HARBOR,
+    DataSettings,
+    GroundTruthFormat,
+    check_file,
+    generator_of,
+    named_files,
+)
 from services.data_server.tables import (
     ROW,
     ReadTable,
@@ -225,7 +234,8 @@ def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tupl
     generator, files = generator_of(settings.dataset), named_files(settings)
     if generator is not None:
         check_columns((), f"DATASET {settings.dataset!r}", settings)
-        train, test = (_in_memory(table) for table in generators.TABLES[generator](settings, refused))
+        made = (task_tables if generator == HARBOR else generators.TABLES[generator])(settings, refused)
+        train, test = (None if table is None else _in_memory(table) for table in made)
         return generator.removesuffix(":"), train, test
     if files:
         tables = [_load_file(variable, path, settings) for variable, path in files.items()]

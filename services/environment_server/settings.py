@@ -36,6 +36,9 @@ class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     environment_step_seconds: float = Field(30.0, gt=0)
     """Time limit of one reset or step; an episode that exceeds it is lost."""
 
+    sandbox_disk_mb: int = Field(64, ge=1)
+    """Megabytes of files that a box of `sandbox` may have; in memory where bubblewrap isolates it, and for a task of
+    `harbor:DIR` in each directory that it writes to."""
     sandbox_repeatable: bool = False
     """`true`: the programs of `sandbox` may be run again, so that the episodes of a lost server continue in new boxes
     on another one, if every output is the same. `false`: nothing runs twice, and these episodes are lost."""

@@ -150,6 +150,18 @@ class Interpreter:
             os.chmod(below, 0o755)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Paths of its own for a box of bubblewrap, which is alone with them and with its network."""
+
+    places: tuple[str, ...]
+    """The directories that programs may write to, each in memory of its own; the first is where they begin."""
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    """Files and directories of this machine that programs may read, by their paths in the box."""
+    pipes: Mapping[str, str] = field(default_factory=dict)
+    """Named pipes of this machine that programs may write to, by their paths in the box, in one of the places."""
+
+
 def is_open(path: str) -> bool:
     """Return whether every user of this machine can read ``path``."""
     real = os.path.realpath(path)
@@ -190,26 +202,29 @@ def _outermost(paths: list[str]) -> list[str]:
     return [str(path) for path in existing if not any(other in path.parents for other in existing)]
 
 
-def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int) -> list[str]:
+def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int, layout: Layout | None = None) -> list[str]:
     """Return the command of a box.
 
     Args:
         backend: what isolates it.
         interpreter: runs in it.
-        disk_mb: the size of the directory that code may write to; 0: there is none.
+        disk_mb: the size of the directory that code may write to; 0: there is none. With a layout, of each place.
+        layout: paths of its own.
 
     Raises:
-        OSError: this machine does not have the backend; the message says why.
+        OSError: this machine does not have the backend, or it gives boxes no paths; the message says why.
     """
     zygote = [interpreter.program, "-sPS", "-c", _START, str(ROOT / "services"), *interpreter.path]
     if backend is BackendName.BWRAP:
-        return [*_bubblewrap(interpreter, disk_mb), *zygote]
+        return [*_bubblewrap(interpreter, disk_mb, layout), *zygote]
+    if layout is not None:
+        raise OSError("a box with paths of its own needs SANDBOX=bwrap, because Landlock gives it no other paths")
     if not kernel.landlock_version():
         raise OSError(f"the kernel ({platform.release()}) has no Landlock, or its `lsm=` leaves it out")
     return zygote
 
 
-def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
+def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise OSError("the program bwrap is missing; install the package bubblewrap")
@@ -218,6 +233,12 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
     own = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
     arguments += ["--cap-drop", "ALL"]
     arguments += [word for name in own for word in ("--cap-add", name)] if os.geteuid() == 0 else ["--unshare-user"]
+    for place in layout.places if layout else ():
+        below = next((path for path in interpreter.readable if Path(path).is_relative_to(place)), None)
+        if below and (os.geteuid() != 0 or below == place):
+            # Its owner could put another one in its place.
+            raise OSError(f"programs write to {place}, where {below} is; set SANDBOX_PYTHON to a Python elsewhere")
+        arguments += ["--perms", "1777", "--size", str(disk_mb * 2**20), "--tmpfs", place]
     parents = {str(parent): None for path in interpreter.readable for parent in reversed(Path(path).parents[:-1])}
     for parent in parents:
         # Below /root, too, programs reach the interpreter, whose user is not root.
@@ -225,6 +246,8 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
     for path in interpreter.readable:
         arguments += ["--ro-bind", path, path]
     arguments += ["--dev", "/dev"]
-    if disk_mb:
+    if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
+    for option, bound in (("--ro-bind", layout.mounts), ("--bind", layout.pipes)) if layout else ():
+        arguments += [word for path, source in bound.items() for word in (option, source, path)]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--new-session", "--chdir", "/"]
