@@ -235,8 +235,7 @@ def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tupl
     if generator is not None:
         check_columns((), f"DATASET {settings.dataset!r}", settings)
         made = (task_tables if generator == HARBOR else generators.TABLES[generator])(settings, refused)
-        train, test = (None if table is None else _in_memory(table) for table in made)
-        return generator.removesuffix(":"), train, test
+        return generator.removesuffix(":"), _in_memory(made[0]), None if made[1] is None else _in_memory(made[1])
     if files:
         tables = [_load_file(variable, path, settings) for variable, path in files.items()]
         return Path(settings.dataset).stem, tables[0], tables[1] if len(tables) > 1 else None

@@ -168,7 +168,7 @@ class Step:
     instruction: str
     agent_seconds: float | None
     verifier_seconds: float
-    verifier_environment: Mapping[str, str]
+    verifier_environment: dict[str, str]
     tests: tuple[Path, ...]
     """Directories that are laid over each other as /tests."""
     solution: Path
@@ -187,7 +187,7 @@ class Task:
     image: str
     """The name of the image that its Dockerfile begins with."""
     workdir: str
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     copies: Mapping[str, Path]
     """Files of this machine by their paths in the box."""
     places: tuple[str, ...]
@@ -195,7 +195,7 @@ class Task:
     steps: tuple[Step, ...]
     takes_last: bool
     """Whether the reward is that of the last step; otherwise the mean over steps."""
-    solution_environment: Mapping[str, str]
+    solution_environment: dict[str, str]
     memory_mb: int | None
     disk_mb: int | None
     server: str
@@ -349,8 +349,8 @@ def _places(workdir: str, folders: Sequence[str], file: _File) -> tuple[str, ...
         source = artifact.get("source", "") if isinstance(artifact, dict) else str(artifact)
         if isinstance(artifact, dict) and artifact.get("service", "main") != "main":
             raise TaskRefusedError("artifacts of a service", f"{source} is an artifact of another service")
-        place = PurePosixPath("/", workdir, source)
-        wanted.append(str(place.parent if place.suffix else place))
+        path = PurePosixPath("/", workdir, source)
+        wanted.append(str(path.parent if path.suffix else path))
     others = [TEMPORARY, HOME, *LOGS]
     kept = [workdir]
     for place in sorted({*folders, *wanted}):

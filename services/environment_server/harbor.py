@@ -68,7 +68,20 @@ _HOOKS = (
 """Names of files and directories that a Python, pytest, a shell or a loader reads by itself."""
 _OURS = re.compile(r"PATH|HOME|ENV|BASH_ENV|SHELL|IFS|PYTHON.*|LD_.*|GIT_.*|PYTEST_.*")
 """Variables of the tests that the task does not set."""
-_VERIFIER = {"HOME": VERIFIER_HOME, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+_GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""The directories of a box are not its user's, which git would refuse."""
+_VERIFIER = _GIT | {
+    "HOME": VERIFIER_HOME,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONPATH": "/python",
+}
+_LAST_ON_PATH = """
+import os, sys
+sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))]
+"""
+"""The sitecustomize.py of the tests: no file beside them, or of the answer, comes before a module of Python."""
 _TESTS = f"exec /tests/test.sh > {VERDICTS}/test-stdout.txt 2>&1"
 _WITH_SERVER = f"""
 sh -c "$1" > {VERDICTS}/server.txt 2>&1 &
@@ -136,7 +149,7 @@ def read_rewards(texts: Mapping[str, bytes]) -> Rewards:
 
 
 def _of_json(text: str) -> Rewards:
-    pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
+    pairs = json.loads(text, object_pairs_hook=list)
     if not isinstance(pairs, list) or not pairs or len(dict(pairs)) != len(pairs) or len(pairs) > _MOST_NAMES:
         raise ValueError(f"it is no object of 1 to {_MOST_NAMES} different names")
     if not all(type(value) in (int, float) for _, value in pairs):
@@ -195,7 +208,7 @@ class Trial:
     @property
     def own_environment(self) -> dict[str, str]:
         """The variables of the agent's box; its PATH has this machine's programs, and not those of the image."""
-        return {"HOME": HOME} | {name: text for name, text in self.task.environment.items() if name != "PATH"}
+        return {"HOME": HOME} | _GIT | {name: text for name, text in self.task.environment.items() if name != "PATH"}
 
     async def run(self, tool: str, program: str, cpu_seconds: float | None = None) -> Result:
         """Run a program of the agent in its box, which begins with the first one, and the task's setup.sh before it.
@@ -305,9 +318,9 @@ class Trial:
         given = task.environment | step.verifier_environment
         environment = {name: text for name, text in given.items() if not _OURS.fullmatch(name)} | _VERIFIER
         words = ["/bin/sh", "-c", _WITH_SERVER if task.server else _TESTS]
-        with _verdict_files(step.tests) as (tests, pipes, read):
+        with _verdict_files(step.tests) as (mounts, pipes, read):
             places = (*task.places, VERDICTS, VERIFIER_HOME)
-            box = self._tasks.box(self.limits, Layout(places, {"/tests": tests}, pipes))
+            box = self._tasks.box(self.limits, Layout(places, mounts, pipes))
             try:
                 await self._tasks.started(box, files)
                 environment["AS_ANSWER"] = box.as_answer(task.places)
@@ -338,11 +351,12 @@ def files_of(sources: Mapping[str, Path]) -> Files:
 @contextmanager
 def _verdict_files(
     folders: Sequence[Path],
-) -> Iterator[tuple[str, dict[str, str], Callable[[], dict[str, bytes]]]]:
+) -> Iterator[tuple[dict[str, str], dict[str, str], Callable[[], dict[str, bytes]]]]:
     """Lay tests over each other, and make the pipes of the reward files.
 
     Yields:
-        the directory of the tests; the pipes by their paths in a box; and a function that returns what was written.
+        the directories of the tests and of their Python, and the pipes, by their paths in a box; and a function that
+        returns what was written.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-tests-") as place, contextlib.ExitStack() as stack:
         tests = Path(place, "tests")
@@ -350,6 +364,11 @@ def _verdict_files(
             shutil.copytree(folder, tests, dirs_exist_ok=True)
         for path in (tests, *tests.rglob("*")):
             # The box's user is another one.
+            path.chmod(0o755)
+        python = Path(place, "python")
+        python.mkdir()
+        (python / "sitecustomize.py").write_text(_LAST_ON_PATH, "utf-8")
+        for path in (python, *python.iterdir()):
             path.chmod(0o755)
         pipes, ends = {}, {}
         for name in REWARD_FILES:
@@ -367,7 +386,7 @@ def _verdict_files(
                     texts[name] = os.read(end, _PIPE_BYTES)
             return texts
 
-        yield str(tests), pipes, read
+        yield {"/tests": str(tests), "/python": str(python)}, pipes, read
 
 
 class HarborTasks(Boxes):

@@ -70,10 +70,11 @@ for folder, folders, _ in os.walk("."):
     if ".git" in folders and shutil.which("git"):
         def git(*words):
             return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True).stdout.strip()
-        later = git("rev-list", "--all", "--reflog", "--not", "HEAD")
-        lost = [line for line in git("fsck", "--unreachable", "--no-reflogs").splitlines() if " commit " in line]
-        if later or lost:
-            print(f"{folder}/.git has {len(later.split()) + len(lost)} commits beyond its HEAD")
+        later = {*git("rev-list", "--all", "--reflog", "--not", "HEAD").split()}
+        lost = git("fsck", "--unreachable", "--no-reflogs").splitlines()
+        later |= {line.split()[-1] for line in lost if " commit " in line}
+        if later:
+            print(f"{folder}/.git has commits beyond its HEAD: {len(later)}")
 """
 
 
@@ -121,7 +122,7 @@ async def check_task(tasks: HarborTasks, task: Task) -> Check:
     for solves, rewards_of in verdicts.items():
         if any(rewards.get("reward") != expected[solves] for rewards in rewards_of):
             check.reason = "its solution does not earn 1" if solves else "doing nothing does not earn 0"
-            check.detail = details[solves]
+            check.detail = details[solves] or f"its tests say {[*rewards_of]}"
             break
         if rewards_of[0] != rewards_of[-1]:
             check.reason, check.detail = "its verdicts differ", f"{rewards_of}"
@@ -183,7 +184,8 @@ async def _weaknesses(tasks: HarborTasks, task: Task) -> AsyncIterator[str]:
             await trial.solve()
             left = await trial.left()
             own = trial.original
-            programs = [path for path in left or () if path.endswith(".py") and own.get(path) != (left or {})[path]]
+            made = {path for path, content in (left or {}).items() if own.get(path) != content}
+            programs = [path for path in made if path.endswith(".py")]
             if left is not None and programs:
                 for name, source in _HOSTILE.items():
                     if await _earns(trial, left, dict.fromkeys(programs, source.encode())):

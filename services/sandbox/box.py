@@ -176,7 +176,8 @@ class Box:
             self._user = _take_user(self.pid) if has_users else None
             description = {
                 "uid": self._user,
-                "readable": [*self._interpreter.readable, *(self._layout.mounts if self._layout else ())],
+                # Such a box has nothing else.
+                "readable": ["/"] if self._layout else self._interpreter.readable,
                 "box": self._directory,
                 "isolation": self.backend.value,
                 "places": self._layout.places if self._layout else None,

@@ -199,8 +199,8 @@ def filter_program(*, is_answer: bool, is_alone: bool = False) -> bytes:
         (_LOAD, 0, 0, 0),
     ]
     # ``as_answer`` takes further rights away.
-    for number in (_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT) if is_alone else ():
-        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    for call in (_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT) if is_alone else ():
+        program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
     # On x86_64 the calls of x32 have bit 30, so that they are beyond, too.
     program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ENOSYS)]
     allowed = _HARMLESS_ALONE.split() if is_alone else ()
