@@ -320,7 +320,7 @@ class Trial:
         words = ["/bin/sh", "-c", _WITH_SERVER if task.server else _TESTS]
         with _verdict_files(step.tests) as (mounts, pipes, read):
             places = (*task.places, VERDICTS, VERIFIER_HOME)
-            box = self._tasks.box(self.limits, Layout(places, mounts, pipes))
+            box = self._tasks.box(self.limits, Layout(places, mounts, pipes, keeps_modes=os.geteuid() != 0))
             try:
                 await self._tasks.started(box, files)
                 environment["AS_ANSWER"] = box.as_answer(task.places)
@@ -374,9 +374,10 @@ def _verdict_files(
         for name in REWARD_FILES:
             pipe = Path(place, name)
             os.mkfifo(pipe)
-            pipe.chmod(0o666)
             ends[name] = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
             stack.callback(os.close, ends[name])
+            # Who could read it could take a verdict out of it.
+            pipe.chmod(0o222)
             pipes[f"{VERDICTS}/{name}"] = str(pipe)
 
         def read() -> dict[str, bytes]:

@@ -159,7 +159,10 @@ class Layout:
     mounts: Mapping[str, str] = field(default_factory=dict)
     """Files and directories of this machine that programs may read, by their paths in the box."""
     pipes: Mapping[str, str] = field(default_factory=dict)
-    """Named pipes of this machine that programs may write to, by their paths in the box, in one of the places."""
+    """Named pipes of this machine that programs may write to, by their paths in the box, in one of the places. They can
+    neither be removed nor be replaced, nor can their modes be changed: none but regular files are read-only there."""
+    keeps_modes: bool = False
+    """Whether programs may not change the modes of their files, either."""
 
 
 def is_open(path: str) -> bool:
@@ -237,7 +240,9 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
         below = next((path for path in interpreter.readable if Path(path).is_relative_to(place)), None)
         if below and (os.geteuid() != 0 or below == place):
             # Its owner could put another one in its place.
-            raise OSError(f"programs write to {place}, where {below} is; set SANDBOX_PYTHON to a Python elsewhere")
+            raise OSError(
+                f"programs write to {place}, where {below} is; keep it elsewhere (SANDBOX_PYTHON, or the project)"
+            )
         arguments += ["--perms", "1777", "--size", str(disk_mb * 2**20), "--tmpfs", place]
     parents = {str(parent): None for path in interpreter.readable for parent in reversed(Path(path).parents[:-1])}
     for parent in parents:
@@ -248,6 +253,6 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
     arguments += ["--dev", "/dev"]
     if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
-    for option, bound in (("--ro-bind", layout.mounts), ("--bind", layout.pipes)) if layout else ():
+    for option, bound in (("--ro-bind", layout.mounts), ("--ro-bind", layout.pipes)) if layout else ():
         arguments += [word for path, source in bound.items() for word in (option, source, path)]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--new-session", "--chdir", "/"]

@@ -181,6 +181,7 @@ class Box:
                 "box": self._directory,
                 "isolation": self.backend.value,
                 "places": self._layout.places if self._layout else None,
+                "keeps_modes": self._layout is not None and self._layout.keeps_modes,
             }
             async with asyncio.timeout(START_SECONDS):
                 await self._exchange(description)

@@ -40,11 +40,11 @@ _REFUSED_TO_ANSWERS = """
 fork 57 -  vfork 58 -  execve 59 221  execveat 322 281  kill 62 129  tkill 200 130  tgkill 234 131
 rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  setrlimit 160 164  timer_create 222 107
 """
-_HARMLESS_ALONE = """
-socket sendmsg sendmmsg fallocate chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat
-setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr truncate
+_OF_OWN_NETWORK = "socket sendmsg sendmmsg fallocate truncate utime utimes futimesat utimensat"
+_OF_OWN_FILES = """
+chmod fchmod fchmodat chown fchown lchown fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
-"""Of those, the calls that are allowed where the box has files and a network that nothing else sees."""
+"""Of those, the calls that are allowed where the box has a network and files that nothing else sees."""
 _CLONE, _FCNTL, _IOCTL, _PRLIMIT, _SOCKET = (56, 220), (72, 25), (16, 29), (302, 261), (41, 198)
 _FIRST_UNKNOWN = 424
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
@@ -107,6 +107,7 @@ def confine(
     needs_landlock: bool,
     shared: int,
     is_alone: bool = False,
+    has_modes: bool = False,
 ) -> None:
     """Take every right from this process that code in a box does not need.
 
@@ -118,7 +119,8 @@ def confine(
         is_answer: whether it may neither fork, nor execute a program, nor send a signal.
         needs_landlock: whether nothing else keeps it from the files of this machine.
         shared: threads outside the box that count towards its number of processes.
-        is_alone: whether its files and its network are the box's own, so that it may change modes and open sockets.
+        is_alone: whether its files and its network are the box's own, so that it may open sockets.
+        has_modes: whether it may then change the modes and owners of its files, too.
 
     Raises:
         OSError: the kernel refuses a step.
@@ -135,7 +137,7 @@ def confine(
     _check(_LIBRARY.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
     _prctl(_PR_SET_DUMPABLE, int(not is_answer))  # The files that a program has open can be seen.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    install_filter(filter_program(is_answer=is_answer, is_alone=is_alone))
+    install_filter(filter_program(is_answer=is_answer, is_alone=is_alone, has_modes=has_modes))
 
 
 def keep_to_files(readable: Iterable[str], places: Sequence[str]) -> None:
@@ -187,7 +189,7 @@ def _restrict_files(readable: Iterable[str], places: Sequence[str], *, has_netwo
     os.close(ruleset)
 
 
-def filter_program(*, is_answer: bool, is_alone: bool = False) -> bytes:
+def filter_program(*, is_answer: bool, is_alone: bool = False, has_modes: bool = False) -> bytes:
     """Return the seccomp filter, a program of classic BPF.
 
     Raises:
@@ -203,7 +205,7 @@ def filter_program(*, is_answer: bool, is_alone: bool = False) -> bytes:
         program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
     # On x86_64 the calls of x32 have bit 30, so that they are beyond, too.
     program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ENOSYS)]
-    allowed = _HARMLESS_ALONE.split() if is_alone else ()
+    allowed = f"{_OF_OWN_NETWORK if is_alone else ''} {_OF_OWN_FILES if has_modes else ''}".split()
     words = (_REFUSED + (_REFUSED_TO_ANSWERS if is_answer else "")).split()
     for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
         if number != "-" and name not in allowed:

@@ -86,7 +86,13 @@ class Box:
     """The parts that all pieces of code in a box have in common."""
 
     def __init__(
-        self, uid: int | None, readable: list[str], box: str | None, isolation: str, places: list[str] | None = None
+        self,
+        uid: int | None,
+        readable: list[str],
+        box: str | None,
+        isolation: str,
+        places: list[str] | None = None,
+        keeps_modes: bool = False,
     ) -> None:
         """Begin a box.
 
@@ -97,9 +103,10 @@ class Box:
             isolation: the backend: ``bwrap`` or ``landlock``.
             places: the directories that programs may write to, with ``box`` among them, if the box has paths of its
                 own; None: they write to ``box`` alone.
+            keeps_modes: whether they may not change the modes of files there.
         """
         self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
-        self._places = places
+        self._places, self._keeps_modes = places, keeps_modes
         self._processes = Processes(isolation, _REQUESTS)
         if box is not None and isolation == "landlock":
             # Answers read it, who may be another user than the programs that wrote there.
@@ -176,6 +183,7 @@ class Box:
             needs_landlock=self._isolation == "landlock",
             shared=self._tasks() if not is_answer else 0,
             is_alone=self._places is not None and not is_answer,
+            has_modes=self._places is not None and not is_answer and not self._keeps_modes,
         )
         for directory in folder:
             os.chdir(directory)

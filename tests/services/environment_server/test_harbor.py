@@ -177,6 +177,38 @@ async def test_an_answer_that_attacks_its_tests_earns_nothing(act: str, boxes: A
     assert await _reward(tasks, f"cat > middle.py <<'END'\n{source}\nEND") in (0.0, None)
 
 
+UNPROTECTED = {
+    "it writes the reward": WRITE,
+    "it writes the reward and kills the tests": f"{WRITE}\nos.kill(os.getppid(), 9)",
+    "it writes it again and again": DAEMON,
+    "it takes the verdict out of the pipe": DAEMON.replace(
+        "while True:", "while open('/logs/verifier/reward.txt').read():"
+    ),
+    "it hides the pipe after its own verdict": (
+        f"{WRITE}\nfor place in ('/logs/verifier/reward.txt', '/logs/verifier', '/logs'):\n"
+        "    for act in (os.remove, os.rmdir, lambda p: os.chmod(p, 0), lambda p: os.rename(p, p + '2'),\n"
+        "                lambda p: os.setxattr(p, 'user.x', b'')):\n"
+        "        try:\n            act(place)\n        except OSError:\n            pass\n"
+    ),
+}
+
+
+@_in_boxes
+@pytest.mark.parametrize("act", UNPROTECTED)
+async def test_no_reward_is_written_by_an_answer_that_tests_run_unprotected(
+    act: str, boxes: Any, tmp_path: Path
+) -> None:
+    check = (
+        "import subprocess, sys\ndone = subprocess.run([sys.executable, '/app/seven.py'], capture_output=True)\n"
+        "assert done.stdout == b'7\\n'\n"
+    )
+    files = {"tests/check.py": check, "solution/solve.sh": "#!/bin/sh\necho 'print(7)' > /app/seven.py\n"}
+    tasks = boxes(write_task(tmp_path / "seven", files))
+    assert await _reward(tasks, "echo 'print(7)' > seven.py") == 1.0
+    source = f"import os, time\n{UNPROTECTED[act]}"
+    assert await _reward(tasks, f"cat > seven.py <<'END'\n{source}\nEND") in (0.0, None)
+
+
 REWARD = "echo 1 > /logs/verifier/reward.txt"
 SURVIVOR = "while :; do [ -e /tests ] && cp -r /tests /app/stolen; echo 1 > /app/late; sleep 0.05; done"
 LEFT = {
