@@ -131,6 +131,7 @@ def read_rewards(texts: Mapping[str, bytes]) -> Rewards:
         NoRewardError: there is none, or it is not one flat object of finite numbers, or one number, from 0 to 1; or the
             two files differ.
     """
+    read: dict[str, Callable[[str], Rewards]]
     read = {"reward.json": _of_json, "reward.txt": lambda text: {"reward": float(text)}}
     found_rewards = []
     for name in REWARD_FILES:
@@ -139,7 +140,7 @@ def read_rewards(texts: Mapping[str, bytes]) -> Rewards:
                 if len(text) >= _PIPE_BYTES - 1:
                     raise ValueError(f"it has more than {_PIPE_BYTES} bytes")
                 found_rewards.append(_checked(read[name](text.decode("utf-8"))))
-            except (ValueError, RecursionError) as error:
+            except (ValueError, OverflowError, RecursionError) as error:
                 raise NoRewardError(f"{name} is broken: {first_line(error)}") from error
     if not found_rewards:
         raise NoRewardError("the tests wrote no reward file")
@@ -149,8 +150,8 @@ def read_rewards(texts: Mapping[str, bytes]) -> Rewards:
 
 
 def _of_json(text: str) -> Rewards:
-    pairs = json.loads(text, object_pairs_hook=list)
-    if not isinstance(pairs, list) or not pairs or len(dict(pairs)) != len(pairs) or len(pairs) > _MOST_NAMES:
+    pairs = json.loads(text, object_pairs_hook=tuple)
+    if not isinstance(pairs, tuple) or not pairs or len(dict(pairs)) != len(pairs) or len(pairs) > _MOST_NAMES:
         raise ValueError(f"it is no object of 1 to {_MOST_NAMES} different names")
     if not all(type(value) in (int, float) for _, value in pairs):
         raise ValueError("a value is not a number")
