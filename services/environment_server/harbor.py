@@ -33,6 +33,7 @@ from services.environment_server.sandbox import (
     BOX,
     RULES,
     SESSION_SECONDS,
+    STEPS_PARTS,
     TIME_IS_OVER,
     Boxes,
     Sandboxed,
@@ -85,11 +86,10 @@ sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))]
 _TESTS = f"exec /tests/test.sh > {VERDICTS}/test-stdout.txt 2>&1"
 _WITH_SERVER = f"""
 sh -c "$1" > {VERDICTS}/server.txt 2>&1 &
-tries=0
-until sh -c "$2" > /dev/null 2>&1 || [ $tries -gt 100 ]; do sleep 0.1; tries=$((tries + 1)); done
+timeout "$3" sh -c 'until sh -c "$0" > /dev/null 2>&1; do sleep 0.1; done' "$2"
 {_TESTS}
 """
-"""Starts the server $1 and waits for the health check $2, 10 s at most."""
+"""Starts the server $1 and waits for the health check $2, $3 seconds at most."""
 
 
 class NoRewardError(EnvironmentBrokenError):
@@ -325,8 +325,10 @@ class Trial:
             try:
                 await self._tasks.started(box, files)
                 environment["AS_ANSWER"] = box.as_answer(task.places)
-                arguments = ["sh", task.server, task.health_command or "sleep 1"] if task.server else []
-                result = found(await box.exec([*words, *arguments], limits=limits, environment=environment))
+                server = ["sh", task.server, task.health_command or "sleep 1", f"{seconds / STEPS_PARTS:g}"]
+                result = found(
+                    await box.exec([*words, *(server if task.server else [])], limits=limits, environment=environment)
+                )
                 tail = found(await box.exec(["tail", "-c", "2000", f"{VERDICTS}/test-stdout.txt"]))
                 made = found(await box.exec(["test", "-e", marker]))
                 self.output = (tail.stdout + result.stderr).decode("utf-8", "replace").strip()

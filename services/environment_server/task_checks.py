@@ -51,6 +51,7 @@ try:
 except OSError:
     pass
 '''
+_FAILS = b"raise SystemExit(1)\n"
 _HOSTILE = {
     "passes by os._exit(0)": "import os\nos._exit(0)\n",
     "passes by an object that equals everything": _EQUAL,
@@ -186,7 +187,8 @@ async def _weaknesses(tasks: HarborTasks, task: Task) -> AsyncIterator[str]:
             own = trial.original
             made = {path for path, content in (left or {}).items() if own.get(path) != content}
             programs = [path for path in made if path.endswith(".py")]
-            if left is not None and programs:
+            # A program that the tests do not run, and that no result depends on, shows nothing.
+            if left is not None and programs and not await _earns(trial, left, dict.fromkeys(programs, _FAILS)):
                 for name, source in _HOSTILE.items():
                     if await _earns(trial, left, dict.fromkeys(programs, source.encode())):
                         named.add(name)
