@@ -25,7 +25,7 @@ from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
-from services.data_server.harbor import task_tables
+from services.data_server.checked_tasks import task_tables
 from services.data_server.settings import (
     GROUPS,
     HARBOR,

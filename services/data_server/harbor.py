@@ -1,4 +1,4 @@
-"""Tasks as Harbor directories: their format, and the table of those that DATASET=harbor:DIR names.
+"""Tasks in Harbor's format, as DATASET=harbor:DIR names them.
 
 A task is a directory with task.toml, instruction.md, environment/, tests/ and solution/, or with steps/NAME/ in
 place of the instruction. Schemas 1.0 to 1.4 are read, with their older spellings. What a box cannot do is refused by
@@ -12,45 +12,38 @@ import json
 import os
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.core.errors import ConfigurationError
-from services.core.logs import get_logger
 from services.data_server.dockerfile import TaskRefusedError, read_dockerfile, resolved
-from services.data_server.settings import HARBOR, DataSettings
-
-log = get_logger(__name__)
+from services.data_server.settings import HARBOR
 
 FIRST_NUMBER = 2**20
 """Seeds from here on are numbers of tasks; a lower seed draws one."""
 LARGEST_TASK = 64 * 2**20
 """Bytes of a task's files."""
-CHECKS = "tasks-check.jsonl"
-"""The file beside the tasks into which ``grpo tasks check`` writes its verdicts."""
 SERVER = "server_command"
 """The key of [metadata] with the command that starts the server which the tests ask."""
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_SCHEMA = pa.schema([(name, pa.string()) for name in ("question", "ground_truth", "category")])
 _UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class _Table(BaseModel):
-    """A table of task.toml. Keys that the format does not have are kept, so that they can be named."""
+    """A table of task.toml. Keys that no box reads are ``unread``; others are kept, so that they can be named."""
 
-    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="allow")
+    unread: ClassVar[str] = ""
 
     def unknown(self, where: str = "") -> Iterator[str]:
         """Yield the keys that the format does not have, with their tables."""
-        yield from (f"{where}{name}" for name in self.model_extra or {})
+        yield from (f"{where}{name}" for name in self.model_extra or {} if name not in self.unread.split())
         for name in type(self).model_fields:
             value = getattr(self, name)
             for part in value if isinstance(value, list) else [value]:
@@ -59,22 +52,17 @@ class _Table(BaseModel):
 
 
 class _Identity(_Table):
+    unread = "version description authors keywords"
     name: str | None = None
-    version: Any = None
-    description: Any = None
-    authors: Any = None
-    keywords: Any = None
 
 
 class _Agent(_Table):
+    unread = "network_mode allowed_hosts"
     timeout_sec: float | None = Field(None, gt=0)
     user: Any = None
-    network_mode: Any = None
-    allowed_hosts: Any = None
 
 
 class _Verifier(_Agent):
-    timeout_sec: float | None = Field(600.0, gt=0)
     env: dict[str, str] = Field(default_factory=dict)
     environment_mode: Literal["shared", "separate"] = "shared"
     environment: Any = None
@@ -86,23 +74,17 @@ class _Solution(_Table):
 
 
 class _HealthCheck(_Table):
+    unread = "interval_sec timeout_sec start_period_sec start_interval_sec retries"
     command: str
-    interval_sec: Any = None
-    timeout_sec: Any = None
-    start_period_sec: Any = None
-    start_interval_sec: Any = None
-    retries: Any = None
 
 
 class _Environment(_Table):
-    build_timeout_sec: Any = None
+    unread = "build_timeout_sec cpus gpu_types allowed_hosts"
     docker_image: str | None = None
     os: str = "linux"
-    cpus: Any = None
     memory_mb: int | None = Field(None, gt=0)
     storage_mb: int | None = Field(None, gt=0)
     gpus: Any = None
-    gpu_types: Any = None
     tpu: Any = None
     mcp_servers: Any = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -110,7 +92,6 @@ class _Environment(_Table):
     healthcheck: _HealthCheck | None = None
     workdir: str | None = None
     network_mode: Literal["public", "no-network", "allowlist"] = "public"
-    allowed_hosts: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -140,9 +121,8 @@ class _StepTable(_Table):
 
 
 class _File(_Table):
+    unread = "version source"
     schema_version: str = Field("1.4", pattern=r"^1\.\d+$")
-    version: Any = None
-    source: Any = None
     artifacts: list[Any] = Field(default_factory=list)
     multi_step_reward_strategy: Literal["mean", "final"] = "mean"
     steps: list[_StepTable] = Field(default_factory=list)
@@ -425,64 +405,3 @@ def read_tasks(dataset: str) -> tuple[dict[int, Task], dict[str, TaskRefusedErro
         except TaskRefusedError as error:
             refused[str(folder)] = error
     return tasks, refused
-
-
-def checks_file(dataset: str) -> Path:
-    """Return the file with the verdicts of ``grpo tasks check`` on the tasks of a dataset."""
-    place = Path(dataset.removeprefix(HARBOR)).expanduser()
-    return place.with_name(f"{place.name}.{CHECKS}") if place.is_file() else place / CHECKS
-
-
-def read_checks(dataset: str) -> dict[str, dict[str, Any]]:
-    """Return the verdicts by the digest of their task; the last one of each.
-
-    Raises:
-        ConfigurationError: a line of the file cannot be read.
-    """
-    path, found = checks_file(dataset), {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines() if path.exists() else (), 1):
-        try:
-            record = json.loads(line)
-            found[record["digest"]] = record
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path}, line {number}, is no verdict ({error}); remove it") from error
-    return found
-
-
-def task_tables(settings: DataSettings, refused: Counter[str]) -> tuple[pa.Table, pa.Table | None]:
-    """Return the tasks that have passed ``grpo tasks check`` as rows, and the held-out ones of DATASET_TEST.
-
-    A row's ground truth is the number of its task. ``refused`` counts the tasks that are left out, by reason.
-
-    Raises:
-        ConfigurationError: there is no task, or none has passed.
-    """
-    table = _task_table(settings.dataset, refused)
-    held_out = settings.dataset_test
-    return table, None if held_out is None else _task_table(f"{HARBOR}{held_out}", refused)
-
-
-def _task_table(dataset: str, refused: Counter[str]) -> pa.Table:
-    tasks, reasons = read_tasks(dataset)
-    checks = read_checks(dataset)
-    left_out = {name: (f"cannot be done: {error.kind}", str(error)) for name, error in reasons.items()}
-    rows = []
-    for number, task in tasks.items():
-        check = checks.get(task.digest)
-        if check is None or not check.get("passes"):
-            why = "was not checked" if check is None else f"did not pass: {check.get('reason')}"
-            left_out[task.name] = (why, "" if check is None else str(check.get("detail", "")))
-            continue
-        row = {"question": task.steps[0].instruction, "ground_truth": str(number), "category": task.category}
-        rows.append(row)
-    for name, (reason, detail) in left_out.items():
-        refused[reason] += 1
-        log.warning("a task is left out", task=name, reason=reason, detail=detail or None)
-    if not rows:
-        counted = Counter(reason for reason, _ in left_out.values())
-        why = ", ".join(f"{count} {reason}" for reason, count in counted.items())
-        raise ConfigurationError(
-            f"DATASET {dataset!r} has no task that has passed ({why}); run `grpo tasks check "
-            f"{dataset.removeprefix(HARBOR)}`"
-        )
-    return pa.Table.from_pylist(rows, _SCHEMA)

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, field
 from services.core.errors import first_line
 from services.data_server.harbor import Task
 from services.environment_server.environments import EnvironmentBrokenError
-from services.environment_server.harbor import VERDICTS, HarborTasks, NoRewardError, Rewards, Trial, merged
+from services.environment_server.harbor import HarborTasks
+from services.environment_server.trials import Trial
+from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards, merged
 from services.sandbox.box import Files
 
 ATTEMPTS = 2

@@ -134,15 +134,15 @@ class Box:
         """The program of the box's Python, which the code in it can execute once the box has started."""
         return self._interpreter.program
 
-    def as_answer(self, places: Sequence[str]) -> str:
-        """Return the words before a program that may read no mount and write to ``places`` alone; empty if nothing may.
+    def as_answer(self, readable: Sequence[str], places: Sequence[str]) -> str:
+        """Return the words before a program that writes to ``places`` alone, and reads them, ``readable`` and Python.
 
-        Programs of an older kernel than Linux 6.12 can signal others, and without Landlock there are no such words.
+        Before Linux 6.12 it can signal others, too. Without Landlock there are no such words.
         """
         if not landlock_version():
             return ""
         script = os.path.join(os.path.dirname(__file__), "as_answer.py")
-        return f"{self.python} -I {script} {':'.join(self._interpreter.readable)} {':'.join(places)}"
+        return f"{self.python} -I {script} {':'.join([*self._interpreter.readable, *readable])} {':'.join(places)}"
 
     @property
     def pid(self) -> int:

@@ -9,8 +9,9 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
+from services.data_server.checked_tasks import checks_file
 from services.data_server.dockerfile import TaskRefusedError
-from services.data_server.harbor import FIRST_NUMBER, Task, checks_file, read_task, read_tasks, without_canary
+from services.data_server.harbor import FIRST_NUMBER, Task, read_task, read_tasks, without_canary
 from services.data_server.settings import DataSettings
 from tests.tasks import TASKS, TOML, write_task
 

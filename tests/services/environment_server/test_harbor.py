@@ -15,9 +15,11 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.data_server.harbor import read_task, read_tasks
 from services.environment_server import harbor
-from services.environment_server.harbor import HarborTasks, NoRewardError, Trial, is_hook, merged, read_rewards
+from services.environment_server.harbor import HarborTasks
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.task_checks import check_task
+from services.environment_server.trials import Trial
+from services.environment_server.verdicts import NoRewardError, is_hook, merged, read_rewards
 from services.reward_server.settings import RewardSettings
 from services.sandbox.backends import BackendName
 from services.sandbox.box import Files, Outcome
