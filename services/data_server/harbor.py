@@ -241,7 +241,7 @@ def read_task(path: Path, name: str | None = None) -> Task:
         server=server,
         health_command=environment.healthcheck.command if environment.healthcheck else "",
         category=None if category is None else str(category),
-        notes=tuple(_notes(file, image.notes)),
+        notes=tuple(_notes(path, file, image.notes)),
     )
 
 
@@ -343,13 +343,15 @@ def _places(workdir: str, folders: Sequence[str], file: _File) -> tuple[str, ...
     return (*kept, *(place for place in others if place != workdir))
 
 
-def _notes(file: _File, of_image: Sequence[str]) -> Iterator[str]:
+def _notes(path: Path, file: _File, of_image: Sequence[str]) -> Iterator[str]:
     if unknown := list(file.unknown()):
         yield f"unknown keys: {', '.join(unknown)}"
     if file.environment.network_mode != "no-network":
         yield f"network_mode {file.environment.network_mode}: there is no network"
     if file.environment.skills_dir:
         yield "skills_dir is not read"
+    if next(path.rglob("trajectory.json"), None) is not None:
+        yield "trajectory.json, an earlier conversation, is not read"
     users = {str(user) for table in (file.agent, file.verifier, *file.steps) if (user := getattr(table, "user", None))}
     if users:
         yield f"user {', '.join(sorted(users))}: programs run as the box's user"

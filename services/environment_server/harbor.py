@@ -2,9 +2,9 @@
 
 The agent's box has the task's files and neither its tests nor its solution. When it has ended, with all processes in
 it, a second box gets the regular files that it left, and the tests. What would be loaded before the tests run does not
-travel (``verdicts.is_hook``): so these see what the answer made, and run nothing of it unless they ask for it. The reward files
-are named pipes that the second box can neither remove nor replace. What is written there is read once that box has
-ended, and two different rewards are none.
+travel (``verdicts.is_hook``): so these see what the answer made, and run nothing of it unless they ask for it. The
+reward files are named pipes that the second box can neither remove nor replace. What is written there is read once that
+box has ended, and two different rewards are none.
 """
 
 from __future__ import annotations
@@ -126,15 +126,15 @@ class HarborEpisode(Conversation):
 
 
 def datasets_of(data: DataSettings) -> list[str]:
-    """Return the datasets ``harbor:DIR`` of a run, of DATASET and of its sources.
+    """Return the datasets ``harbor:DIR`` of a run: of DATASET, of its sources, and held-out ones.
 
     With one of them, the rows of DATASET are not played.
     """
-    named = dict.fromkeys([data.dataset, *(own.dataset for own in data.by_source().values())])
-    of_harbor = [name for name in named if name.startswith(HARBOR)]
-    if data.dataset_test is not None and of_harbor:
-        of_harbor.append(f"{HARBOR}{data.dataset_test}")
-    return of_harbor
+    named: dict[str, None] = {}
+    for own in (data, *data.by_source().values()):
+        if own.dataset.startswith(HARBOR):
+            named |= {own.dataset: None} | ({f"{HARBOR}{own.dataset_test}": None} if own.dataset_test else {})
+    return list(named)
 
 
 async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: RewardSettings) -> HarborTasks:

@@ -14,6 +14,7 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server.harbor import read_task, read_tasks
+from services.data_server.settings import DataSettings
 from services.environment_server import harbor
 from services.environment_server.harbor import HarborTasks
 from services.environment_server.settings import EnvironmentSettings
@@ -115,6 +116,16 @@ def test_what_runs_by_itself_does_not_travel_unless_it_is_the_tasks() -> None:
     second = merged(original, left)
     assert second == {"/app/conftest.py": b"task", "/app/new": b"1", "/app/run": b"2"}
     assert second.executable == {"/app/new"}
+
+
+def test_a_source_names_tasks_too(tmp_path: Path) -> None:
+    sources = tmp_path / "mix.yaml"
+    sources.write_text(
+        f"- {{name: sums, dataset: arithmetic}}\n- {{name: tasks, dataset: 'harbor:{TASKS}', rollout: environment}}\n"
+    )
+    assert harbor.datasets_of(DataSettings(sources=sources)) == [f"harbor:{TASKS}"]
+    held_out = DataSettings(dataset="harbor:a", dataset_test=Path("b"))
+    assert harbor.datasets_of(held_out) == ["harbor:a", "harbor:b"]
 
 
 async def test_landlock_alone_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
