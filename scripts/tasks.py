@@ -21,7 +21,7 @@ from services.data_server.harbor import read_tasks
 from services.data_server.settings import HARBOR
 from services.environment_server.harbor import HarborTasks, load
 from services.environment_server.settings import EnvironmentSettings
-from services.environment_server.task_checks import Check, check_task
+from services.environment_server.task_checks import Check, check_task, conditions
 from services.reward_server.settings import RewardSettings
 
 
@@ -56,7 +56,7 @@ async def _check(dataset: str, jobs: int, *, again: bool) -> list[Check]:
     checks = {}
     for number, task in tasks.tasks.items():
         record = known.get(task.digest)
-        if record is not None and record["limits"] == str(tasks.limits):
+        if record is not None and record["limits"] == conditions(tasks, task):
             checks[number] = Check(**record)
     try:
         async with asyncio.TaskGroup() as group:

@@ -32,7 +32,7 @@ from services.environment_server.trials import Trial
 from services.http.problems import ProblemError
 from services.protocol.evaluation import Action, State
 from services.reward_server.settings import RewardSettings
-from services.sandbox.backends import BackendName, Layout
+from services.sandbox.backends import BackendName, Interpreter, Layout
 from services.sandbox.probe import choose
 
 SPLIT = "tasks"
@@ -141,7 +141,8 @@ async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: 
     """Read the tasks of datasets, and choose the sandbox.
 
     Raises:
-        ConfigurationError: there is no task that can be done, or no sandbox gives a task the paths that it needs.
+        ConfigurationError: there is no task that can be done, no sandbox gives a task the paths that it needs, or a
+            tree has no Python.
     """
     tasks: dict[int, Task] = {}
     for dataset in datasets:
@@ -151,4 +152,6 @@ async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: 
             name, error = next(iter(refused.items()))
             raise ConfigurationError(f"DATASET {dataset!r} has no task that can be done; {name}: {error}")
     backend = await choose(rewards.sandbox, rewards.interpreter, writes=True, layout=Layout(("/app", "/tmp")))
-    return HarborTasks(tasks, settings, rewards, backend)
+    made = HarborTasks(tasks, settings, rewards, backend)
+    made.trees = {image: Interpreter.find_in(tree.absolute()) for image, tree in settings.sandbox_trees.items()}
+    return made

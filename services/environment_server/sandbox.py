@@ -27,7 +27,7 @@ from services.protocol.chat import CalledFunction
 from services.protocol.evaluation import Action, State
 from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
-from services.sandbox.backends import BackendName, Layout
+from services.sandbox.backends import BackendName, Interpreter, Layout
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits
 from services.sandbox.probe import choose
@@ -110,12 +110,18 @@ class Boxes(Tasks):
         )
         self.places = asyncio.Semaphore(rewards.reward_workers)
         """One for each program that runs."""
+        self.trees: Mapping[str, Interpreter] = {}
+        """By the name of the image that a tree stands for."""
         self._boxes: WeakSet[Box] = WeakSet()
         self._backend, self._loop = backend, asyncio.get_running_loop()
 
-    def box(self, limits: Limits | None = None, layout: Layout | None = None) -> Box:
-        """Return a new box with a directory, or with the paths of ``layout``."""
-        box = Box(self._backend, self.rewards.interpreter, limits or self.limits, writes=True, layout=layout)
+    def interpreter_of(self, image: str) -> Interpreter:
+        """Return the Python of a box of an image, which has the programs of its tree or of this machine."""
+        return self.trees.get(image, self.rewards.interpreter)
+
+    def box(self, limits: Limits | None = None, layout: Layout | None = None, image: str = "") -> Box:
+        """Return a new box with a directory, or with the paths of ``layout`` and the programs of an image."""
+        box = Box(self._backend, self.interpreter_of(image), limits or self.limits, writes=True, layout=layout)
         self._boxes.add(box)
         return box
 

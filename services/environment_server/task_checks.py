@@ -88,7 +88,7 @@ class Check:
     task: str
     digest: str
     limits: str
-    """The limits of the boxes in which it was found."""
+    """The conditions in which it was found."""
     oracle: list[float | None] = field(default_factory=list)
     """The reward of each attempt of the solution; None where there was none."""
     nothing: list[float | None] = field(default_factory=list)
@@ -105,6 +105,11 @@ class Check:
         return asdict(self)
 
 
+def conditions(tasks: HarborTasks, task: Task) -> str:
+    """Return a text that is another one for boxes of other limits, or with other programs."""
+    return f"{tasks.limits} {tasks.interpreter_of(task.image).tree}".strip()
+
+
 async def check_task(tasks: HarborTasks, task: Task) -> Check:
     """Attempt a task by its solution and by doing nothing, and look for leaks and weaknesses.
 
@@ -112,7 +117,7 @@ async def check_task(tasks: HarborTasks, task: Task) -> Check:
         DependencyLostError: a box was lost, which says nothing about the task.
     """
     started = time.monotonic()
-    check = Check(task.name, task.digest, str(tasks.limits), notes=list(task.notes))
+    check = Check(task.name, task.digest, conditions(tasks, task), notes=list(task.notes))
     verdicts: dict[bool, list[Rewards]] = {True: [], False: []}
     details: dict[bool, str] = {}
     for solves in (True, False):

@@ -165,7 +165,7 @@ class Trial:
     async def _opened(self) -> Box:
         if self._box is None:
             places = (*self.task.places, "/solution") if self._has_solution else self.task.places
-            box = self._tasks.box(self.limits, Layout(places))
+            box = self._tasks.box(self.limits, Layout(places), self.task.image)
             self._box = await self._tasks.started(box, self.original)
             await self._set_up()
         return self._box
@@ -200,7 +200,7 @@ class Trial:
         words = ["/bin/sh", "-c", _WITH_SERVER if task.server else _TESTS]
         with verdict_files(step.tests) as (mounts, pipes, read):
             places = (*task.places, VERDICTS, VERIFIER_HOME)
-            box = self._tasks.box(self.limits, Layout(places, mounts, pipes, keeps_modes=os.geteuid() != 0))
+            box = self._tasks.box(self.limits, Layout(places, mounts, pipes, os.geteuid() != 0), task.image)
             try:
                 await self._tasks.started(box, files)
                 environment["AS_ANSWER"] = box.as_answer(["/python"], task.places)

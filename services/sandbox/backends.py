@@ -26,6 +26,8 @@ from services.sandbox import kernel
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 """The directories and files of the system that programs need, read-only; those that do not exist are left out."""
+OF_TREE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc")
+"""The directories that a tree may have in place of the system's."""
 BOX = "/box"
 """The directory of a bubblewrap box that code may write to."""
 _START = (
@@ -66,21 +68,29 @@ class Interpreter:
     readable: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that it needs."""
+    tree: str = ""
+    """The directory that a box of bubblewrap has OF_TREE of; empty: it has this machine's."""
 
     @classmethod
     def find(cls, path: str) -> Interpreter:
         """Ask an interpreter for its directories; ConfigurationError where it cannot be used."""
-        try:
-            done = subprocess.run(
-                [path, "-sPc", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS, check=True, env={}
-            )
-            version, executable, library, *directories = json.loads(done.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} does not run ({error}); name a Python 3.11") from error
-        if tuple(version) < _OLDEST:
-            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} is Python {version[0]}.{version[1]}; name a Python 3.11")
+        executable, library, directories = _described([path], f"SANDBOX_PYTHON {path!r}")
         readable = _outermost([*SYSTEM, *directories, str(ROOT / "services/sandbox")])
         return cls(executable, library, tuple(directories[2:]), tuple(readable))
+
+    @classmethod
+    def find_in(cls, tree: Path) -> Interpreter:
+        """Ask the Python of a directory tree with the programs of a system, such as debootstrap makes.
+
+        Raises:
+            ConfigurationError: the tree has no Python 3.11 that bubblewrap can start.
+        """
+        system = [path for path in OF_TREE if (tree / path[1:]).exists()]
+        bound = [word for path in system for word in ("--ro-bind", f"{tree}{path}", path)]
+        words = [shutil.which("bwrap") or "bwrap", "--unshare-all", *bound, "--dev", "/dev", "/usr/bin/python3"]
+        executable, library, directories = _described(words, f"the Python of SANDBOX_TREES {str(tree)!r}")
+        readable = (*system, str(ROOT / "services/sandbox"))
+        return cls(executable, library, tuple(directories[2:]), readable, tree=str(tree))
 
     def for_every_user(self) -> Interpreter:
         """Return this interpreter, or a copy that every user can read if this one is below a private directory.
@@ -199,6 +209,24 @@ def _link(source: Path, target: Path) -> None:
         target.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
 
 
+def _described(words: list[str], where: str) -> tuple[str, str, list[str]]:
+    """Return the program, the library and the directories of the Python that a command starts.
+
+    Raises:
+        ConfigurationError: it does not start, or is too old.
+    """
+    try:
+        done = subprocess.run(
+            [*words, "-sPc", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS, check=True, env={}
+        )
+        version, executable, library, *directories = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigurationError(f"{where} does not run ({error}); name a Python 3.11") from error
+    if tuple(version) < _OLDEST:
+        raise ConfigurationError(f"{where} is Python {version[0]}.{version[1]}; name a Python 3.11")
+    return executable, library, directories
+
+
 def _outermost(paths: list[str]) -> list[str]:
     """Return those of ``paths`` that exist and are not below another one."""
     existing = [Path(path) for path in dict.fromkeys(paths) if os.path.isabs(path) and os.path.exists(path)]
@@ -249,7 +277,8 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
         # Below /root, too, programs reach the interpreter, whose user is not root.
         arguments += ["--perms", "0755", "--dir", parent]
     for path in interpreter.readable:
-        arguments += ["--ro-bind", path, path]
+        source = f"{interpreter.tree}{path}" if interpreter.tree and path in OF_TREE else path
+        arguments += ["--ro-bind", source, path]
     arguments += ["--dev", "/dev"]
     if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]

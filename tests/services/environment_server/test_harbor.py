@@ -22,7 +22,7 @@ from services.environment_server.task_checks import check_task
 from services.environment_server.trials import Trial
 from services.environment_server.verdicts import NoRewardError, is_hook, merged, read_rewards
 from services.reward_server.settings import RewardSettings
-from services.sandbox.backends import BackendName
+from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Files, Outcome
 from tests.tasks import TASKS, TOML, write_task
 
@@ -300,6 +300,24 @@ async def _reward(tasks: HarborTasks, program: str) -> float | None:
             return (await trial.grade())["reward"]
         except NoRewardError:
             return None
+
+
+@_in_boxes
+async def test_an_image_that_has_a_tree_has_its_programs(boxes: Any, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "etc").mkdir(parents=True)
+    (tree / "etc/os-release").write_text("ID=tree\n")
+    for name in ("usr", "bin", "sbin", "lib", "lib64"):
+        (tree / name).symlink_to(f"/{name}")
+    task = write_task(tmp_path / "task", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n"})
+    tasks = boxes(task)
+    tasks.trees = {"debian:12": Interpreter.find_in(tree)}
+    async with Trial(tasks, *tasks.tasks.values()) as trial:
+        seen = await trial.run("bash", "cat /etc/os-release; command -v python3; python3 -c 'print(7)' > value.txt")
+        assert seen.stdout.split() == [b"ID=tree", b"/usr/bin/python3"]
+        assert (await trial.grade())["reward"] == 1.0
+    with pytest.raises(ConfigurationError, match="SANDBOX_TREES"):
+        Interpreter.find_in(tmp_path)
 
 
 VERDICTS = {
