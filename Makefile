@@ -260,7 +260,7 @@ $(VENV)-trl/.trl: | python-version
 	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH) trl==1.16.0
 	@touch $@
 
-$(MODEL)/config.json: scripts/prepare_demo_model.py scripts/demo_chat_template.jinja scripts/demo_response_template.json | $(VENV)/.demo
+$(MODEL)/config.json: scripts/models.py scripts/demo_chat_template.jinja scripts/demo_response_template.json | $(VENV)/.demo
 	$(GRPO) demo-model $(MODEL)
 	@touch $@
 

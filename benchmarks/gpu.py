@@ -10,6 +10,10 @@ Only the last needs a network; --only attention, --only "update of 0.5B" or --on
 
 Rows, metrics, logs and the machine's description are packed into one file to send back. What fails is noted, and the
 rest is measured. --quick measures a tiny model with the embedded engine, also without a GPU.
+
+The random models have the shape of a published one, and a tokenizer with a token for each byte and placeholders for the
+other ids, which an untrained model samples, too. --write 0.5B DIRECTORY writes one. No completion is right, so
+REWARD_FN=benchmarks.gpu:noise rewards half of them, from which a run can learn.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,17 +34,21 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from benchmarks import attention, job, load
 from benchmarks.job import Job, running, say, with_gpus
 from benchmarks.load import Figure
-from benchmarks.random_model import SHAPES, write
 from benchmarks.results.__main__ import measurements
 from benchmarks.results.experiments import TINY, Settings
 from benchmarks.update import Work, figures
 from toys import arithmetic
+from trainer.capacity.shape import CONFIGS
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+SHAPES = ("0.5B", "1.7B", "8B")
+"""The labels of Qwen2.5-0.5B, Qwen3-1.7B and Qwen3-8B."""
 LENGTHS = (500, 2000)
 COUNTS = (1, 2, 8)
 GSM8K = {
@@ -63,6 +72,29 @@ MACHINE = {
     "packages.txt": (sys.executable, "-m", "pip", "freeze"),
 }
 """Files of the machine's description, and the commands that print them."""
+
+
+def write(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
+    """Write a model of random bfloat16 weights, made on the GPU where there is one, and its tokenizer."""
+    torch.manual_seed(seed)
+    shape = type(config)(**config.to_dict() | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None})
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    tokenizer(shape.vocab_size, shape.max_position_embeddings).save_pretrained(directory)
+    return directory
+
+
+def tokenizer(vocabulary: int, context: int) -> PreTrainedTokenizerBase:
+    """Return a tokenizer of bytes with as many ids as the model has."""
+    alphabet = sorted(ByteLevel.alphabet())
+    placeholders = [f"<{number}>" for number in range(2 + len(alphabet), vocabulary)]
+    return arithmetic.build_tokenizer([*alphabet, *placeholders], context)
+
+
+def noise(response: str) -> float:
+    """Return a reward of 0 or 1 that depends on every character of a completion."""
+    return float(zlib.crc32(response.encode()) % 2)
 
 
 def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
@@ -97,7 +129,7 @@ def train(settings: Settings, gpus: int, results: Path) -> Iterator[Figure]:
 def update(shape: str, directory: Path, work: Work, gpus: int) -> Iterator[Figure]:
     """Measure updates of a model of SHAPES; its first use writes it to ``directory``."""
     if not directory.exists():
-        write(SHAPES[shape], directory)
+        write(CONFIGS[shape][1], directory)
     yield from figures(replace(work, model=str(directory)), gpus)
 
 
@@ -144,7 +176,11 @@ def main() -> None:
     """
     parser = load.parser("gpu", __doc__)
     parser.add_argument("--results", type=Path, default=Path("gpu-benchmark"), help="directory of the files to send")
+    parser.add_argument("--write", nargs=2, metavar=("SHAPE", "DIRECTORY"), help="only write a random model")
     args = parser.parse_args()
+    if args.write:
+        print(write(CONFIGS[args.write[0]][1], Path(args.write[1])))
+        return
     job.end_in_order()
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU; see docs/gpus.md for drivers and images")

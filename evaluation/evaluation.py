@@ -16,7 +16,7 @@ from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample, SampleStore
 from services.agents import Agent, AgentFailedError
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
-from services.clients.player import Engines, Score, evaluation_seed, scored
+from services.clients.play import Engines, Score, evaluation_seed, scored
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from evaluation import checkpoints
-from evaluation.checkpoints import Checkpoint
 from evaluation.openai_engine import NEUTRAL
 from evaluation.settings import EvaluationSettings
 from services.agents import Agent, Program, load_agent
@@ -23,6 +24,7 @@ from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
 from services.protocol.prompts import Prompt, Split
 from services.reward_server.settings import RewardSettings
+from services.weights.policy_store import PolicyStore, is_adapter
 
 ALL = "all"
 VOLUME = "/shared/"
@@ -33,6 +35,12 @@ _NOT_IN_SAMPLES = {
     *("eval_output", "eval_prompts", "eval_samples", "eval_k", "eval_concurrency"),
 }
 """The settings on which no sample depends."""
+CONFIG = "config.json"
+_STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
+_EDGE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 12
+_PIECE_APART = 1 << 18
+"""Bytes from piece to piece of a file, less than a matrix has."""
 
 
 class Scheduler(StrEnum):
@@ -50,6 +58,111 @@ class Backend(StrEnum):
     ROLLOUT = "rollout"
     """A rollout node: SGLang, or the embedded engine without GPUs."""
     VLLM = "vllm"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model, its name in reports, and its training step."""
+
+    name: str
+    model: str
+    step: int | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the model is a directory of this machine."""
+        return Path(self.model).is_dir()
+
+    @property
+    def long_name(self) -> str:
+        """The name with the directories above it where every run has one of that name, such as runs/X/model."""
+        path = Path(self.model)
+        is_common = path.is_absolute() and (path.name == "model" or _STEP.fullmatch(path.name))
+        return _name(self.model, parts=3) if is_common else self.name
+
+    def fingerprint(self) -> str:
+        """Return a digest of the weights: the same for a copy, another once the weights have changed.
+
+        A model of the hub has its name as fingerprint.
+        """
+        directory = Path(self.model)
+        if not self.is_here:
+            return self.model
+        digest = hashlib.sha256()
+        for path in sorted([directory / CONFIG, *directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_EDGE_BYTES))
+                # Training may change some tensors alone, such as adapters that are merged.
+                for start in range(0, size, _PIECE_APART):
+                    file.seek(start)
+                    digest.update(file.read(_PIECE_BYTES))
+                file.seek(max(0, size - _EDGE_BYTES))
+                digest.update(file.read(_EDGE_BYTES))
+        return digest.hexdigest()[:16]
+
+
+def resolve(model: str | None, run_dir: Path | None) -> Checkpoint:
+    """Return the checkpoint that a command names: a model, or else a run's last one.
+
+    Raises:
+        ConfigurationError: a directory is not a whole model, or a run has none.
+    """
+    if model is not None:
+        return _checkpoint(model)
+    assert run_dir is not None, "a command names a model or a run"
+    return _of_run(run_dir.resolve())
+
+
+def file_name(text: str) -> str:
+    """Return ``text`` with every character that is unusual in file names replaced by a hyphen."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
+
+
+def _checkpoint(model: str) -> Checkpoint:
+    path = Path(model).expanduser().resolve()
+    if not path.is_dir():
+        return Checkpoint(_name(model), model)
+    if is_adapter(path):
+        raise _adapter_refusal("--model", path)
+    if not (path / CONFIG).is_file():
+        raise ConfigurationError(f"--model {model!r} has no {CONFIG}; a run is given without --model")
+    return Checkpoint(_name(str(path)), str(path), _step(path))
+
+
+def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{option}: {path} has LoRA adapters only; merge them by `grpo merge-adapter {path} DIR` and give --model DIR"
+    )
+
+
+def _of_run(run_dir: Path) -> Checkpoint:
+    model = run_dir / "model"
+    if (model / CONFIG).is_file():
+        return Checkpoint("model", str(model), _step(model))
+    published = PolicyStore(run_dir / "policy").published()
+    if not published:
+        raise ConfigurationError(f"{str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
+    last = published[-1]
+    if is_adapter(last.path):
+        raise _adapter_refusal("run", last.path)
+    return Checkpoint(last.path.name, str(last.path), last.version)
+
+
+def _step(path: Path) -> int | None:
+    """Return the step in the name of an absolute path, or for a run's final model the run's number of steps."""
+    if match := _STEP.fullmatch(path.name):
+        return int(match[1])
+    summary = path.parent / "summary.json"
+    if path.name == "model" and summary.is_file():
+        steps = json.loads(summary.read_text("utf-8")).get("steps")
+        return steps if isinstance(steps, int) else None
+    return None
+
+
+def _name(model: str, parts: int = 1) -> str:
+    return file_name("-".join(Path(model).parts[-parts:]))
 
 
 @dataclass(frozen=True)
@@ -127,19 +240,21 @@ def in_job_group() -> bool:
 
 
 class Plan:
-    """The checkpoints to evaluate, the settings, the servers, and the directory of the results."""
+    """The checkpoint to evaluate, the settings, the servers, and the directory of the results."""
 
     def __init__(
         self,
         settings: EvaluationSettings,
         *,
-        models: Sequence[str] = (),
+        model: str | None = None,
         run_dir: Path | None = None,
         servers: ServerOptions | None = None,
         output: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """Make a plan from the options of the command line; ``variables`` are those of --env and --env-file.
+
+        The model is the one given, else the last one of the run in ``run_dir``, else MODEL_NAME.
 
         Raises:
             ConfigurationError: options contradict each other, or a model or agent does not exist.
@@ -152,17 +267,28 @@ class Plan:
         self.servers.check(self.gpus_each)
         self.dataset = str(settings.sources) if settings.sources else DataSettings.load().dataset
         self.sources, self.left_out = _asked(settings, self.variables)
-        self.checkpoints = _checkpoints(models or ([] if run_dir else [settings.model_name]), run_dir, self.servers)
+        if model and run_dir:
+            raise ConfigurationError(f"a run, {run_dir}, and --model {model} are both given; leave one out")
+        self.checkpoint = self._checkpoint(model or (None if run_dir else settings.model_name), run_dir)
         self.agents = {name: self._agent_of(own) for name, own in self.sources.items()}
-        self.output = (output or settings.eval_output / self._name(run_dir)).resolve()
+        self.output = (output or settings.eval_output / self._name).resolve()
 
-    def _name(self, run_dir: Path | None) -> str:
-        """Return the name of the results' directory, for those who give none."""
-        of_several = run_dir.resolve().name if run_dir else f"{len(self.checkpoints)}-models"
-        name = self.checkpoints[0].long_name if len(self.checkpoints) == 1 else of_several
-        return "-".join(
-            [name, Path(self.dataset).stem, self.settings.eval_split, *(["agent"] if self.settings.has_agent else [])]
-        )
+    def _checkpoint(self, model: str | None, run_dir: Path | None) -> Checkpoint:
+        """Return the checkpoint, which need not be a directory of this machine where the servers are elsewhere.
+
+        Raises:
+            ConfigurationError: it does not exist.
+        """
+        is_on_volume = self.servers.starts is Scheduler.SKYPILOT and (model or "").startswith(VOLUME)
+        if model and (self.servers.endpoint or is_on_volume):
+            return Checkpoint(file_name(model), model)
+        return resolve(model, run_dir)
+
+    @property
+    def _name(self) -> str:
+        """The name of the results' directory, for those who give none."""
+        words = [self.checkpoint.long_name, Path(self.dataset).stem, self.settings.eval_split]
+        return "-".join([*words, *(["agent"] if self.settings.has_agent else [])])
 
     def _agent_of(self, settings: EvaluationSettings) -> Agent | None:
         """Return the agent of a source; None without one, and where the whole evaluation runs elsewhere.
@@ -181,17 +307,13 @@ class Plan:
             return None
         return Program(settings.agent_command) if settings.agent_command else load_agent("AGENT", settings.agent)
 
-    def directory(self, checkpoint: Checkpoint) -> Path:
-        """Return the directory of a model's samples and results."""
-        return self.output if len(self.checkpoints) == 1 else self.output / checkpoint.name
-
-    def examples(self, model: str) -> dict[str, Examples]:
-        """Load the prompts of each source, with the token ids of ``model`` where the servers take them.
+    def examples(self) -> dict[str, Examples]:
+        """Load the prompts of each source, with the model's token ids where the servers take them.
 
         Raises:
-            ConfigurationError: a dataset or the tokenizer of ``model`` cannot be loaded.
+            ConfigurationError: a dataset or the model's tokenizer cannot be loaded.
         """
-        settings = DataSettings.load(model_name=None if self.servers.endpoint else model)
+        settings = DataSettings.load(model_name=None if self.servers.endpoint else self.checkpoint.model)
         loaded = settings.of_sources(
             lambda own, source: self._load(own, source) if source.name in self.sources else None
         )
@@ -215,11 +337,11 @@ class Plan:
         recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
         return Examples(prompts, sum(map(len, chosen)), too_long, {**recipe, "split": split})
 
-    def identity(self, checkpoint: Checkpoint, examples: Mapping[str, Examples]) -> dict[str, Any]:
+    def identity(self, examples: Mapping[str, Examples]) -> dict[str, Any]:
         """Return everything that a sample depends on; the numbers of prompts and of samples may change."""
         rewards = RewardSettings.load().by_source()
         own = {name: self._identity(self.sources[name], of, rewards[name]) for name, of in examples.items()}
-        return {"weights": checkpoint.fingerprint(), **own.get("", {"sources": own})}
+        return {"weights": self.checkpoint.fingerprint(), **own.get("", {"sources": own})}
 
     def _identity(self, settings: EvaluationSettings, examples: Examples, rewards: RewardSettings) -> dict[str, Any]:
         """Return everything but the model that a sample of a source depends on."""
@@ -258,19 +380,3 @@ def _asked(
             "--dataset, or serve the model by services.rollout_server and play it by grpo trajectories"
         )
     return asked, [name for name in played if played[name]]
-
-
-def _checkpoints(models: Sequence[str], run_dir: Path | None, servers: ServerOptions) -> list[Checkpoint]:
-    """Return the checkpoints to evaluate.
-
-    Raises:
-        ConfigurationError: one does not exist, or running servers cannot serve them.
-    """
-    is_on_cluster = servers.starts is Scheduler.SKYPILOT
-    elsewhere = [model for model in models if servers.endpoint or (is_on_cluster and model.startswith(VOLUME))]
-    others = [model for model in models if model not in elsewhere]
-    found = [Checkpoint(checkpoints.file_name(model), model) for model in elsewhere]
-    found += checkpoints.resolve(others, run_dir) if others or run_dir else []
-    if servers.starts is None and len(found) > 1:
-        raise ConfigurationError(f"running servers have one model, but {len(found)} are given; give one")
-    return found

@@ -1,23 +1,27 @@
-"""The output of an evaluation: progress, tables and results.json."""
+"""The output of an evaluation: progress, metrics, tables and results.json."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
-from evaluation.metrics import accuracy, lengths
+from evaluation.plan import Checkpoint
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Key, Kind, Sample
+from services.core.numbers import quantity
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, macro_mean
+from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, estimate, macro_mean
+from services.protocol.rewards import accuracy as results_accuracy
 
 RESULTS = "results.json"
 WORKFLOWS = {False: "single-turn", True: "agent"}
@@ -194,27 +198,86 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
     return figures
 
 
-def show(console: Console, everything: Sequence[Results]) -> None:
-    """Print a table of all models, and tables by source and by category for each model that has them."""
-    first = everything[0]
-    names = [results.name for results in everything]
-    table = Table("", *names, title=first.title, title_justify="left")
-    for label in dict.fromkeys(label for results in everything for label in results.rows):
-        table.add_row(label, *(results.rows.get(label, "-") for results in everything))
+def majority_at_k(answers: Sequence[Sample], k: int) -> float:
+    """Return how often the commonest answer among k samples is right (self-consistency, arXiv:2203.11171).
+
+    Samples are taken in blocks of k and the blocks averaged, which makes the estimate unbiased. Completions without an
+    answer have no vote; between equally common answers the choice is drawn, so each counts with its probability.
+
+    Raises:
+        ValueError: there are fewer than k answers, or k is not positive.
+    """
+    if not 1 <= k <= len(answers):
+        raise ValueError(f"maj@{k} cannot be estimated from {len(answers)} samples; needed is 1 <= k <= n")
+    blocks = [answers[start : start + k] for start in range(0, len(answers) - k + 1, k)]
+    return statistics.fmean(_majority(block) for block in blocks)
+
+
+def _majority(answers: Sequence[Sample]) -> float:
+    votes: Counter[str | Fraction] = Counter()
+    right: Counter[str | Fraction] = Counter()
+    for sample in answers:
+        if sample.answer is not None:
+            ballot = normalised(sample.answer)
+            votes[ballot] += 1
+            right[ballot] += bool(sample.is_correct)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    # Equal answers are judged alike, except by rewards that also look at the rest of the text.
+    return statistics.fmean(2 * right[ballot] > count for ballot, count in votes.items() if count == most)
+
+
+def normalised(text: str) -> str | Fraction:
+    """Return a form in which two spellings of an answer are equal: its number, else its text without white space."""
+    number = quantity(text)
+    return "".join(text.split()).casefold() if number is None else number.value
+
+
+def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> Metrics:
+    """Return the metrics of ``services.protocol.rewards.accuracy`` for the samples of each prompt, and ``maj@k``."""
+    results = {kind: [[s.result for s in samples if s.kind is kind] for samples in prompts] for kind in Kind}
+    metrics = results_accuracy(results[Kind.GREEDY], results[Kind.SAMPLED], n, ks)
+    judged = [[s for s in samples if s.kind is Kind.SAMPLED and s.is_correct is not None] for samples in prompts]
+    for k in ks if metrics else ():
+        if scores := [majority_at_k(samples, k) for samples in judged if len(samples) >= k]:
+            metrics[f"maj@{k}"] = estimate(scores)
+    return metrics
+
+
+def lengths(tokens: Sequence[int]) -> dict[str, float]:
+    """Return mean, median, 95th percentile and maximum of completion lengths in tokens; empty without lengths."""
+    if not tokens:
+        return {}
+    values = np.asarray(tokens)
+    return {
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "p95": float(np.quantile(values, 0.95)),
+        "max": int(values.max()),
+    }
+
+
+def show(console: Console, results: Results) -> None:
+    """Print the table of a model, and its tables by source and by category."""
+    table = Table("", results.name, title=results.title, title_justify="left")
+    for row in results.rows.items():
+        table.add_row(*row)
     console.print(table, soft_wrap=False)
-    for results in everything:
-        for kind, parts in (("source", results.sources), ("category", results.categories)):
-            if parts:
-                console.print(_table_by(kind, parts, results), soft_wrap=False)
-    if reasons := sorted({reason for results in everything for reason in results.left_out}):
-        counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
+    for kind, parts in (("source", results.sources), ("category", results.categories)):
+        if parts:
+            console.print(_table_by(kind, parts, results), soft_wrap=False)
+    if results.left_out:
+        counts = ", ".join(f"{results.left_out[reason]} {reason}" for reason in sorted(results.left_out))
         console.print(f"left out: {counts}", style="yellow")
-    if not all(results.metrics for results in everything):
+    if not results.metrics:
         console.print(f"no accuracy: {UNDECIDED}", style="yellow")
-    if first.not_given:
-        console.print(f"the server does not give: {', '.join(first.not_given)}", style="yellow")
-    if over_limit := sum(results.over_limit for results in everything):
-        console.print(f"counted as wrong, over a limit (samples.jsonl says which): {over_limit}", style="yellow")
+    if results.not_given:
+        console.print(f"the server does not give: {', '.join(results.not_given)}", style="yellow")
+    if results.over_limit:
+        console.print(
+            f"counted as wrong, over a limit (samples.jsonl says which): {results.over_limit}", style="yellow"
+        )
 
 
 def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Table:

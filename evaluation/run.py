@@ -1,32 +1,36 @@
-"""The run of a planned evaluation: model by model, from the servers' start to the results."""
+"""The run of a planned evaluation, from the servers' start to the results."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rich.console import Console
 
-from evaluation import report, skypilot
-from evaluation.checkpoints import Checkpoint
+from evaluation import report
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
 from evaluation.servers import Servers, secrets, servers_for
 from evaluation.store import open_store
+from local_runner import skypilot
 from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
-from services.clients.player import Score
+from services.clients.play import Score
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, generation_seconds
 from services.core.endpoints import Endpoint
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
 from services.core.models import vocabulary_size
 from services.core.settings import Settings
@@ -43,6 +47,11 @@ SCORE_TRIES = 3
 SCORE_PAUSE_SECONDS = 1.0
 AT_ONCE = 1024
 """The most samples of a prompt that engines are asked for at once, so that they compute the prompt once."""
+YAML = Path(__file__).with_name("evaluate.yaml")
+SERVERS_TASK = "rollout-server"
+EVALUATE_TASK = "evaluate"
+RESULTS_MARK = "results.json: "
+"""The beginning of the line in which a job prints its results."""
 UPLOADED = "/models"
 """The directory of a job's nodes for models of this machine."""
 
@@ -50,7 +59,7 @@ Engine = RolloutClient | OpenAIEngine
 
 
 async def evaluate(plan: Plan) -> None:
-    """Evaluate each model of the plan, and show and write the results.
+    """Evaluate the model of the plan, and show and write the results.
 
     Raises:
         ConfigurationError: a model or dataset cannot be loaded, or a server refuses requests.
@@ -59,26 +68,19 @@ async def evaluate(plan: Plan) -> None:
     # Without a terminal rich assumes 80 columns, too few for the tables.
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False)
-    everything = []
-    for checkpoint in plan.checkpoints:
-        is_elsewhere = plan.servers.starts is Scheduler.SKYPILOT
-        results = await (_evaluate_on_cluster if is_elsewhere else _evaluate_here)(plan, checkpoint, console)
-        directory = plan.directory(checkpoint)
-        directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / report.RESULTS, results.model_dump())
-        everything.append(results)
-    content: Mapping[str, Any] = everything[0].model_dump()
-    if len(everything) > 1:
-        content = {"checkpoints": [results.model_dump() for results in everything]}
-        write_json(plan.output / report.RESULTS, content)
-    report.show(console, everything)
+    is_elsewhere = plan.servers.starts is Scheduler.SKYPILOT
+    results = await (_evaluate_on_cluster if is_elsewhere else _evaluate_here)(plan, console)
+    plan.output.mkdir(parents=True, exist_ok=True)
+    write_json(plan.output / report.RESULTS, results.model_dump())
+    report.show(console, results)
     console.print(f"written to {plan.output}")
     if in_job_group():
         # A command elsewhere reads them from the log.
-        print(skypilot.RESULTS_MARK + json.dumps(content), flush=True)
+        print(RESULTS_MARK + json.dumps(results.model_dump()), flush=True)
 
 
-async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
+async def _evaluate_on_cluster(plan: Plan, console: Console) -> report.Results:
+    checkpoint = plan.checkpoint
     # Also those that are only in this process's environment, which no node sees.
     settings = (DataSettings.load(), RewardSettings.load(), GatewaySettings.load(), plan.settings)
     variables = {
@@ -95,9 +97,9 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         uploads[variables["MODEL_NAME"]] = checkpoint.model
     public = {name: value for name, value in variables.items() if name not in secrets()}
     group = f"evaluate-{name.lower()}"[:40].rstrip("-_")
-    text = skypilot.job_group(group, plan.servers.num_servers or 1, plan.gpus_each, public, uploads)
+    text = job_group(group, plan.servers.num_servers or 1, plan.gpus_each, public, uploads)
     # Not asyncio.to_thread, because Ctrl-C would then wait for the end of the job.
-    content = await in_background(partial(skypilot.launch, text, secrets(), console.print))
+    content = await in_background(partial(launch, text, secrets(), console.print))
     identified = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
     return report.Results.model_validate(content | identified)
 
@@ -109,19 +111,70 @@ def _variables_of(settings: Settings) -> dict[str, str]:
     return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
-async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
-    directory, say = plan.directory(checkpoint), console.print
+def job_group(name: str, number: int, gpus: int, variables: Mapping[str, str], uploads: Mapping[str, str]) -> str:
+    """Return the YAML of an evaluation with ``number`` rollout nodes of ``gpus`` GPUs, and variables in every task.
+
+    ``uploads`` are directories of this machine, by their paths on the nodes that read models.
+    """
+    text = YAML.read_text("utf-8").replace("\nname: evaluation\n", f"\nname: {name}\n", 1)
+    written = skypilot.values(text)
+    choices = re.sub(r":\d+", f":{gpus}", written[SERVERS_TASK, "resources.accelerators"])
+    changes = {(SERVERS_TASK, "num_nodes"): str(number), (SERVERS_TASK, "resources.accelerators"): choices}
+    for task in {task for task, _ in written}:
+        given = {f"{skypilot.ENVS}.{variable}": value for variable, value in variables.items()}
+        if task in (SERVERS_TASK, EVALUATE_TASK):
+            given |= {f"file_mounts.{path}": source for path, source in uploads.items()}
+        changes |= {(task, key): skypilot.scalar(value) for key, value in given.items()}
+    return skypilot.edited(text, changes)
+
+
+def launch(text: str, secrets: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Launch a job group as a managed job, follow the log of its evaluation, and return its results.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed, or does not launch it.
+        DependencyLostError: the job ended without results, or its log broke off.
+    """
+    python = skypilot.interpreter()
+    if python is None:
+        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        job, error = skypilot.ask(python, [Path(file.name)], secrets, launch=True)
+    if job is None:
+        raise ConfigurationError(f"SkyPilot did not launch the evaluation: {error}; try `sky check` and `sky api info`")
+    say(f"job {job}; its log: sky jobs logs {job} {EVALUATE_TASK}; to end it: sky jobs cancel {job}")
+    command, results = [str(python.with_name("sky")), "jobs", "logs", str(job), EVALUATE_TASK], None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as log:
+        for line in log.stdout or ():
+            _, mark, rest = line.partition(RESULTS_MARK)
+            if mark:
+                results = json.loads(rest)
+            else:
+                say(line.rstrip("\n"))
+    if results is None:
+        raise DependencyLostError(
+            f"the log of job {job} ended with {log.returncode} and no results; if `sky jobs queue` still has the job, "
+            f"end it by sky jobs cancel {job} before another evaluation writes to its directory"
+        )
+    found: dict[str, Any] = results
+    return found
+
+
+async def _evaluate_here(plan: Plan, console: Console) -> report.Results:
+    checkpoint, say = plan.checkpoint, console.print
     if plan.left_out:
         say(f"left out, because this command plays no environments: {', '.join(plan.left_out)}")
-    examples = plan.examples(checkpoint.model)
-    identity = plan.identity(checkpoint, examples)
+    examples = plan.examples()
+    identity = plan.identity(examples)
     progress = Progress()
-    with open_store(directory, identity) as store:
+    with open_store(plan.output, identity) as store:
         if store.samples:
-            say(f"{directory} has {len(store.samples)} samples already")
+            say(f"{plan.output} has {len(store.samples)} samples already")
         async with (
-            servers_for(plan, checkpoint.model, directory, say) as servers,
-            _engine(plan, checkpoint.model, servers.engine) as engine,
+            servers_for(plan, say) as servers,
+            _engine(plan, servers.engine) as engine,
             RewardClient(servers.reward, plan.settings.token, deadline=LOST_SECONDS) as rewards,
         ):
             await run_until_first_ends(_admit(engine, servers.start_seconds), servers.watch())
@@ -132,7 +185,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 return all(await asyncio.gather(engine.is_healthy(), rewards.is_healthy()))
 
             for source, own in plan.sources.items():
-                async with _workflow(plan, source, checkpoint.model, servers, engine, scorer) as workflow:
+                async with _workflow(plan, source, servers, engine, scorer) as workflow:
                     prompts = examples[source].prompts
                     evaluation = Evaluation(prompts, own.eval_samples, workflow, store, is_healthy, progress)
                     view = report.View(console, f"{checkpoint.name} {source}".rstrip())
@@ -155,9 +208,9 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
         )
 
 
-def _engine(plan: Plan, model: str, address: Endpoint) -> Engine:
+def _engine(plan: Plan, address: Endpoint) -> Engine:
     """Return the client of the engines at an address."""
-    settings, options = plan.settings, plan.servers
+    settings, options, model = plan.settings, plan.servers, plan.checkpoint.model
     places = settings.eval_concurrency * (options.num_servers or 1)
     # Requests of the source with the longest answers take longest.
     seconds = max(LOST_SECONDS, *(generation_seconds(own.max_new_tokens) for own in plan.sources.values()))
@@ -200,7 +253,7 @@ async def _admit(engine: Engine, seconds: float) -> None:
 
 @asynccontextmanager
 async def _workflow(
-    plan: Plan, source: str, model: str, servers: Servers, engine: Engine, scorer: Score
+    plan: Plan, source: str, servers: Servers, engine: Engine, scorer: Score
 ) -> AsyncIterator[Workflow]:
     """Yield the way to answer a source's prompts."""
     settings, agent = plan.sources[source], plan.agents[source]
@@ -216,5 +269,5 @@ async def _workflow(
         Relay(agent) if isinstance(agent, Program) else nullcontext(agent) as answering,
     ):
         await run_until_first_ends(gateway.wait_healthy(LOST_SECONDS), servers.watch())
-        player = EpisodePlayer(gateway, model, scorer, settings, patience=gateway.deadline)
+        player = EpisodePlayer(gateway, plan.checkpoint.model, scorer, settings, patience=gateway.deadline)
         yield AgentWorkflow(settings, player, answering, places, engine.lora_path)

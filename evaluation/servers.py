@@ -1,6 +1,6 @@
 """The servers of an evaluation: started on this machine by the local runner, by Slurm or Ray, or running already.
 
-With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, together with its servers.
+With SkyPilot (``run.py``) the whole evaluation runs elsewhere, together with its servers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Servers:
 
 
 @asynccontextmanager
-async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+async def servers_for(plan: Plan, say: Say) -> AsyncIterator[Servers]:
     """Yield the servers of a plan; end on exit those that were started.
 
     Engines that run already are those of the options, else the router of this job group. The reward-server is the given
@@ -112,7 +112,7 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
 
         async def start(tasks: Sequence[TaskSpec], others: Mapping[str, str]) -> Addresses:
             group = JobGroup("evaluation", tuple(tasks))
-            addresses, watch = await stack.enter_async_context(_supervised(group, output, say, others))
+            addresses, watch = await stack.enter_async_context(_supervised(group, plan.output, say, others))
             watches.append(watch)
             return addresses
 
@@ -122,8 +122,8 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
         engine, start_seconds = _running(plan), JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
         if engine is None:
             start_seconds = LOCAL_START_SECONDS
-            directory = output / "servers" / f"engines-{uuid.uuid4().hex[:8]}"
-            task, known = _engines(plan, model, directory)
+            directory = plan.output / "servers" / f"engines-{uuid.uuid4().hex[:8]}"
+            task, known = _engines(plan, directory)
             directory.mkdir(parents=True)
             addresses = await start([task], {})
             if plan.servers.starts in CLUSTERS:
@@ -133,7 +133,7 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
                 endpoints.ask_directly(known.host)
             engine = known or parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-"))
-        tasks = _others(plan, model, engine, scratch)
+        tasks = _others(plan, engine, scratch)
         authority = engine.url.removeprefix("http://")
         router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": authority} if any(plan.agents.values()) else {}
         found = (await start(tasks, router)).endpoints if tasks else {}
@@ -163,12 +163,12 @@ def _running(plan: Plan) -> Endpoint | None:
     return parse_url(plan.servers.url) if plan.servers.url else endpoints.endpoint(Task.ROLLOUT_SERVER)
 
 
-def _engines(plan: Plan, model: str, directory: Path) -> tuple[TaskSpec, UrlEndpoint | None]:
+def _engines(plan: Plan, directory: Path) -> tuple[TaskSpec, UrlEndpoint | None]:
     """Return the task that serves the model, and its address where that is not a router of the local runner.
 
     ``directory`` is for the address of a router on a cluster.
     """
-    number, gpus = plan.servers.num_servers or 1, len(machine.visible_gpus())
+    number, gpus, model = plan.servers.num_servers or 1, len(machine.visible_gpus()), plan.checkpoint.model
     variables, address = {"MODEL_NAME": model}, None
     user = {**os.environ, **plan.variables}
     on_gpus = plan.gpus_each if user.get("ROLLOUT_ENGINE") != "embedded" else 0
@@ -193,7 +193,7 @@ def _engines(plan: Plan, model: str, directory: Path) -> tuple[TaskSpec, UrlEndp
     return replace(task, num_nodes=nodes_here, gpus_per_node=gpus // nodes_here), address
 
 
-def _others(plan: Plan, model: str, engine: Endpoint, scratch: str) -> list[TaskSpec]:
+def _others(plan: Plan, engine: Endpoint, scratch: str) -> list[TaskSpec]:
     """Return the tasks to start here beside the engines.
 
     The ``scratch`` directory is for the gateway's database, which needs a disk of this machine, and no more later on.
@@ -209,7 +209,7 @@ def _others(plan: Plan, model: str, engine: Endpoint, scratch: str) -> list[Task
             raise ConfigurationError(
                 f"--url {engine.url}: for an agent give the router's own address, http://host:port"
             )
-        variables = {"MODEL_NAME": model, "GATEWAY_DIR": scratch}
+        variables = {"MODEL_NAME": plan.checkpoint.model, "GATEWAY_DIR": scratch}
         tasks.append(_task(plan, Task.GATEWAY, "exec python -m services.gateway", **variables))
     return tasks
 

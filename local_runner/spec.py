@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from dotenv import dotenv_values
 
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
+from services.core.sources import read_yaml
 
 HEADER_KEYS = {"name", "execution", "primary_tasks", "termination_delay", "inter_connection"}
 RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
@@ -209,32 +209,14 @@ def seconds(duration: str | int) -> float:
     return int(match[1]) * UNITS[match[2].lower()]
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that refuses a repeated key, where YAML and SkyPilot silently use the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if repeated:
-            raise yaml.constructor.ConstructorError(None, None, f"repeated keys {repeated}", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def documents(path: Path) -> list[dict[str, Any]]:
     """Return the documents of a job group's file, the header first; ConfigurationError where it is not one."""
     if path.suffix == ".env":
         raise ConfigurationError(f"{path} is a file of variables; give it as --env-file {path}")
-    try:
-        documents = list(
-            yaml.load_all(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-        )  # a subclass of SafeLoader
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the job group: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
+    documents = read_yaml(path, str(path), has_several=True)
     if len(documents) < 2 or not all(isinstance(document, dict) for document in documents):
         raise ConfigurationError(f"{path}: a job group is a header document and one document a task")
-    return documents
+    return list(documents)
 
 
 def _task(path: Path, document: dict[str, Any], overrides: Overrides) -> TaskSpec:

@@ -1,10 +1,16 @@
-"""``grpo status``: the state of a run and of its nodes."""
+"""``grpo status`` and ``grpo logs``: the state of a run and of its nodes, and their logs, merged by time."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import re
 import shlex
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import cycle
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -17,8 +23,10 @@ from local_runner.launch import grpo_command
 from local_runner.nodes import health_address, trainer_address
 from local_runner.supervisor import State
 from local_runner.view import STYLES, present
+from services.core.errors import ConfigurationError
 from services.run_page import components
-from services.run_page.directory import RUNNING, Run, find_run
+from services.run_page.directory import RUNNING, START_MARK, Run, find_run, named_run, newest
+from services.run_page.records import Position, read_lines
 
 NOT_ASKED = "without /health"
 """The state of a node that does not listen, such as all but the first of the trainer."""
@@ -76,3 +84,112 @@ async def _node(
         state = "starting" if recorded == State.RUNNING else recorded
     style = STYLES.get(state, "dim" if address is None else "yellow")
     return name, Text(state, style), address or "", Text(run.last_error(name) or "", "red")
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+POLL_SECONDS = 0.2
+TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)")
+"""The time at the start of a line. The runner's own lines have local time and do not match."""
+NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN] [TASK]...",
+        help="A run's id or directory, by default the newest run below runs/; then tasks such as ppo-trainer, or "
+        "nodes such as ppo-trainer-1.",
+    ),
+]
+
+
+def logs(
+    names: Names = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Continue until the run ends.")] = False,
+    lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only this many of the last lines.")] = None,
+) -> None:
+    """Show the logs of a run's components, in the order of time."""
+
+    run, tasks = choose_run(names or [])
+    show_logs(Console(), run, tasks, last=lines, follow=follow)
+
+
+class Log:
+    """The log of one node, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.node = path.stem
+        self._path, self._position = path, Position()
+        self._time = ""
+
+    def new_lines(self) -> Iterator[tuple[str, str, str]]:
+        """Yield time, node and text of each line since the last call; a line without time has the previous line's."""
+        read = read_lines(self._path, self._position)
+        self._position = read.end
+        for line in read.lines:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            if (match := TIMESTAMP.match(text)) is not None:
+                self._time = f"{match[1]}T{match[2]}"
+            yield self._time, self.node, text
+
+
+def choose_run(names: list[str]) -> tuple[Run, list[str]]:
+    """Return the run and the tasks that ``names`` give: the first may be a run, by default the newest.
+
+    Raises:
+        ConfigurationError: there is no run.
+    """
+    if names and (run := named_run(names[0])) is not None:
+        return run, names[1:]
+    return find_run(None), names
+
+
+def show_logs(console: Console, run: Run, tasks: list[str], *, last: int | None, follow: bool) -> None:
+    """Print the lines of a run's logs, with the node in front if there are several.
+
+    Args:
+        console: colours appear on a terminal only.
+        run: the run.
+        tasks: names of tasks, or of nodes such as ``ppo-trainer-1``; empty for all.
+        last: print only this many of the present lines, the last ones; None: all.
+        follow: continue until the run ends.
+
+    Raises:
+        ConfigurationError: a task has no log.
+    """
+    found: dict[Path, Log] = {}
+
+    def show_new(last: int | None) -> None:
+        # Asked each time, because a node's log is there only when the node has started.
+        for path in _find_logs(run, tasks):
+            found.setdefault(path, Log(path))
+        colours = dict(zip((log.node for log in found.values()), cycle(NODE_COLOURS), strict=False))
+        width = max(map(len, colours), default=0)
+        for _, node, line in deque(heapq.merge(*(log.new_lines() for log in found.values())), maxlen=last):
+            prefix = Text(f"{node:{width}} │ ", colours[node]) if len(found) > 1 else Text()
+            style = "bold" if line.startswith((START_MARK, "error: ")) else ""
+            console.print(prefix.append(line, style), soft_wrap=True, highlight=False)
+
+    show_new(last)
+    is_running = follow
+    while is_running:
+        # Asked before reading, so that the last lines of a run that just ended are still read.
+        is_running = run.state == RUNNING
+        show_new(None)
+        if is_running:
+            time.sleep(POLL_SECONDS)
+
+
+def _find_logs(run: Run, tasks: list[str]) -> list[Path]:
+    paths = run.logs()
+    chosen: set[Path] = set()
+    for task in tasks:
+        of_task = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
+        if not of_task:
+            names = ", ".join(path.stem for path in paths) or "none"
+            raise ConfigurationError(
+                f"{task} is not a run, and there is no log of it in {run.path / 'logs'}: {names}; "
+                f"the newest runs: {newest()}"
+            )
+        chosen.update(of_task)
+    return [path for path in paths if path in chosen or not tasks]

@@ -1,4 +1,4 @@
-"""``grpo evaluate``: the accuracy of checkpoints on a data set.
+"""``grpo evaluate``: the accuracy of a checkpoint on a data set.
 
 Prompts, player and reward code are those of training. The servers are started here, run already, or are started by
 SkyPilot, Slurm or Ray. A killed evaluation continues when the command is repeated; see docs/evaluation.md.
@@ -28,7 +28,7 @@ from services.run_page.directory import find_run, named_run
 Text = str | None
 Texts = list[str] | None
 Number = int | None
-RUN = "Id or directory of a run: its kept models are evaluated. Default, without a model or a server: the newest run."
+RUN = "Id or directory of a run: its last model is evaluated. Default, without a model or a server: the newest run."
 DATASET = "gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file."
 COMMAND = "The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL."
 
@@ -36,7 +36,7 @@ COMMAND = "The agent as a shell command: task as JSON on its input, endpoint in 
 def main(
     context: typer.Context,
     run: Annotated[Text, typer.Argument(metavar="[RUN]", help=RUN)] = None,
-    model: Annotated[Texts, Option(help="Hugging Face name or directory. Repeatable.")] = None,
+    model: Annotated[Text, Option(help="Hugging Face name or directory.")] = None,
     dataset: Annotated[Text, Option(help=DATASET)] = None,
     eval_split: Annotated[Text, Option("--split", help="test, train or all.")] = None,
     eval_prompts: Annotated[Number, Option("--limit", help="Only this many prompts, the first ones.")] = None,
@@ -62,7 +62,7 @@ def main(
         list[Path] | None, Option(help="File of NAME=VALUE lines, such as a run's. Repeatable.")
     ] = None,
 ) -> None:
-    """Evaluate checkpoints. Writes results.json and samples.jsonl."""
+    """Evaluate a checkpoint. Writes results.json and samples.jsonl."""
     raise typer.Exit(_evaluate(context.params))
 
 
@@ -74,10 +74,10 @@ def _evaluate(options: Mapping[str, Any]) -> int:
     settings = _settings(options)
     servers = ServerOptions(**{name: options[name] for name in ServerOptions.__dataclass_fields__})
     logs.configure("evaluate", "warning")
-    models = options["model"] or []
-    run_dir = run_directory(options["run"], is_named=bool(models or servers.url or servers.endpoint))
+    model = options["model"]
+    run_dir = run_directory(options["run"], is_named=bool(model or servers.url or servers.endpoint))
     given: dict[str, Any] = {"servers": servers, "output": options["output"], "variables": variables}
-    return _run(Plan(settings, models=models, run_dir=run_dir, **given))
+    return _run(Plan(settings, model=model, run_dir=run_dir, **given))
 
 
 def _settings(options: Mapping[str, Any]) -> EvaluationSettings:

@@ -50,55 +50,17 @@ COMMANDS = {
             "grpo run jobgroups/agent.yaml --env-file examples/demo-agent.env --env AGENT=my_agent:solve",
         ),
     ),
-    "rehearse": Program(
-        "scripts.rehearse",
-        TRAINING,
-        (
-            "grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",
-            "grpo rehearse --model models/mine --env-file my.env --env MAX_NEW_TOKENS=1024 --steps 0",
-        ),
-    ),
+    "rehearse": Program("scripts.rehearse", TRAINING, ("grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",)),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
-    "logs": Program(
-        "local_runner.logs", TRAINING, ("grpo logs --follow", "grpo logs grpo-20260131-120000 ppo-trainer -n 50")
-    ),
+    "logs": Program("local_runner.status", TRAINING, ("grpo logs --follow", "grpo logs RUN ppo-trainer -n 50"), "logs"),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
-    "groups": Program(
-        "scripts.groups",
-        TRAINING,
-        (
-            "grpo groups grpo-20260131-120000 'reward >= 1 and tokens < 400' --out right.groups",
-            "grpo groups grpo-20260131-120000 'component_format == 1 and rank == 1' --per-prompt 1",
-        ),
-    ),
+    "groups": Program("scripts.groups", TRAINING, ("grpo groups RUN 'reward >= 1 and tokens < 400' --out my.groups",)),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
-    "tasks": Program(
-        "scripts.tasks",
-        TRAINING,
-        ("grpo tasks check examples/tasks", "grpo tasks check tasks.txt --jobs 8"),
-    ),
-    "doctor": Program(
-        "local_runner.doctor",
-        TRAINING,
-        ("grpo doctor",),
-    ),
-    "fork": Program(
-        "local_runner.fork",
-        QUESTIONS,
-        (
-            "grpo fork grpo-20260131-120000 --at 40 --env LOSS=cispo",
-            "grpo fork grpo-20260131-120000 --at 40 --run-id again --dry-run",
-        ),
-    ),
-    "explain": Program(
-        "scripts.explain",
-        QUESTIONS,
-        (
-            "grpo explain grpo-20260131-120000 --step 57",
-            "grpo explain grpo-20260131-120000 --step 57 --json",
-        ),
-    ),
+    "tasks": Program("scripts.tasks", TRAINING, ("grpo tasks check examples/tasks", "grpo tasks check tasks.txt --jobs 8")),
+    "doctor": Program("local_runner.doctor", TRAINING, ("grpo doctor",)),
+    "fork": Program("local_runner.fork", QUESTIONS, ("grpo fork grpo-20260131-120000 --at 40 --env LOSS=cispo",)),
+    "explain": Program("scripts.explain", QUESTIONS, ("grpo explain grpo-20260131-120000 --step 57",)),
     "verify": Program("scripts.explain", QUESTIONS, ("grpo verify grpo-20260131-120000",), "verify"),
     "evaluate": Program(
         "scripts.evaluate",
@@ -109,14 +71,13 @@ COMMANDS = {
         ),
     ),
     "evaluate-policy": Program(
-        "evaluation.policy",
-        EVALUATION,
-        ("grpo evaluate-policy --policies mine=policy.pt2 --episodes 100 --save-to results",),
-    ),
-    "trajectories": Program(
         "evaluation.trajectories",
         EVALUATION,
-        ("grpo trajectories --policies mine=policy.pt2 --environment CartPole-v1 --save-to trajectories",),
+        ("grpo evaluate-policy --policies mine=policy.pt2 --save-to results",),
+        "evaluate_policy",
+    ),
+    "trajectories": Program(
+        "evaluation.trajectories", EVALUATION, ("grpo trajectories --policies mine=policy.pt2 --save-to trajectories",)
     ),
     "launch": Program(
         "scripts.launch.__main__",
@@ -125,12 +86,9 @@ COMMANDS = {
     ),
     "fetch": Program("scripts.fetch", CLUSTER, ("grpo fetch grpo-17-20260131-120000",)),
     "merge-adapter": Program(
-        "scripts.models",
-        MODELS,
-        ("grpo merge-adapter runs/grpo-20260131-120000/policy/v000012 merged",),
-        "merge_adapter",
+        "scripts.models", MODELS, ("grpo merge-adapter runs/RUN/policy/v000012 merged",), "merge_adapter"
     ),
-    "demo-model": Program("scripts.prepare_demo_model", MODELS, ("grpo demo-model",)),
+    "demo-model": Program("scripts.models", MODELS, ("grpo demo-model",)),
 }
 
 

@@ -98,7 +98,7 @@ ADDED = {
 """The tasks that a job group has besides those of jobgroup.yaml."""
 VARIABLES = {
     "jobgroups/async.yaml": {"ppo-trainer": {"MODE": "async", "COLLECTOR_IN_PROCESS": "false"}},
-    "jobgroups/agent.yaml": {"ppo-trainer": {"ROLLOUT": "agent", "AGENT": "evaluation.math_agent:solve"}},
+    "jobgroups/agent.yaml": {"ppo-trainer": {"ROLLOUT": "agent", "AGENT": "evaluation.multiplying_agent:solve"}},
     "jobgroups/environment.yaml": {
         "ppo-trainer": {"ROLLOUT": "environment", "DATASET": "seeds"},
         "data-server": {"DATASET": "seeds"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,20 +44,20 @@ def questions(max_operand: int = 9) -> list[Question]:
     return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands if b <= a]
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of one token a character; characters outside ``ALPHABET`` vanish.
+def build_tokenizer(tokens: Sequence[str] = ALPHABET, context: int = CONTEXT) -> Qwen2Tokenizer:
+    """Return a tokenizer of PAD, END and ``tokens``, by default one a character; other characters vanish.
 
     It is byte-level BPE without merges, because transformers loads the tokenizer of any Qwen2 model as
     ``Qwen2Tokenizer``.
     """
-    characters = ["\u0120" if character == " " else character for character in ALPHABET]  # byte-level BPE's space
+    characters = ["\u0120" if token == " " else token for token in tokens]  # byte-level BPE's space
     tokenizer = Qwen2Tokenizer(
         vocab={token: id for id, token in enumerate([PAD, END, *characters])},
         merges=[],
         pad_token=PAD,
         eos_token=END,
         unk_token=PAD,
-        model_max_length=CONTEXT,
+        model_max_length=context,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

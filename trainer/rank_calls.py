@@ -33,7 +33,7 @@ from trainer.model.micro_batching import in_waves
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks, error_of
-from trainer.model.rounding import Rounding, UnbiasedRounding
+from trainer.model.rounding import Rounding
 from trainer.model.saving import DiskFullError, save_pretrained
 from trainer.model.sharding import leave_gpu
 from trainer.publishing.writer import VersionWriter
@@ -257,10 +257,8 @@ class RankCalls:
         """
         settings, policy = self.settings, self.learner.policy
         is_short = settings.saved_type is PublishedType.BFLOAT16
-        rounding = Rounding(getattr(torch, settings.saved_type))
-        if is_short and (settings.lora_rank or settings.publish_type is PublishedType.FLOAT32):
-            rounding = UnbiasedRounding()  # of weights that are not rounded yet
         with nullcontext() if is_short else policy.masters.in_place():
+            rounding = Rounding(getattr(torch, settings.saved_type))
             save_pretrained(policy, self.ranks, settings.run_dir / "model", rounding)
         if self.critic is not None:
             with policy.masters.in_place():

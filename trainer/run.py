@@ -36,7 +36,7 @@ from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.model.saving import writing
+from trainer.model.saving import keep_untrained, writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, KeptKernels, RankCalls
@@ -128,10 +128,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         status.begin("starting", f"loading {settings.model_name}")
         if (kernels := KeptKernels.of(settings, ranks.device)) is not None:
             kernels.load()
-        policy = load_policy(settings, ranks)
-        log.info(
-            "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size
-        )
+        policy = _load(settings, ranks)
         services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack, status)
         status.begin("starting", "preparing the first step")
         learner = _learner(settings, policy, ranks, data)
@@ -187,6 +184,13 @@ def _connect(
 
     data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
     return services, data
+
+
+def _load(settings: TrainerSettings, ranks: Ranks) -> Policy:
+    policy = load_policy(settings, ranks)
+    ranks.on_main(lambda: keep_untrained(policy, settings), *ENDINGS)
+    log.info("policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size)
+    return policy
 
 
 def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: DataStats) -> Learner:

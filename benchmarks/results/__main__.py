@@ -10,12 +10,14 @@ hub, and TRL_PYTHON an interpreter that has TRL.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
 import resource
 import statistics
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +26,23 @@ from typing import Any
 
 import orjson
 
-from benchmarks import job, trl_runs
-from benchmarks.job import ROOT, Job, running, say
+from benchmarks import job
+from benchmarks.job import ROOT, RUN_SECONDS, Job, running, say
 from benchmarks.results.experiments import EXPERIMENTS, TRL, Run, Settings
 from services.core.files import read_records
 from services.core.machine import cores
+from services.data_server.batches import Batches
+from services.data_server.settings import DataSettings
+from services.protocol.prompts import Cursor, Split
+from trainer.config import TrainerSettings
+from trainer.model.optimizer import ADAM_BETA1
 
 KEPT = ROOT / "docs/results"
 FIGURES = re.compile(r"reward_part_|(eval_)?environment_|tool_calls_(mean|parsed)|truncation_rate|teacher_k1$")
 """Columns of metrics.jsonl that a row has of the first and of the last step."""
 PHASES = ("seconds_generate", "seconds_train", "seconds_publish", "pause_seconds")
 """Columns of metrics.jsonl that a row has the median of, without the first step, which warms up."""
+PARITY = f"{ROOT / 'benchmarks/results/parity.py'}:parity"
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -47,7 +55,7 @@ def train(run: Run) -> dict[str, Any]:
     before = processor_seconds()
     with TemporaryDirectory() as name, prepared(run, Path(name)) as settings:
         if run.variant == TRL:
-            steps = trl_runs.train(settings, threads=int(settings.get("OMP_NUM_THREADS") or cores()))
+            steps = train_by_trl(settings, threads=int(settings.get("OMP_NUM_THREADS") or cores()))
             measured: dict[str, Any] = {key: [step[key] for step in steps] for key in ("rewards", "tokens", "seconds")}
         else:
             directory = Path(name) / "run"
@@ -114,6 +122,81 @@ def measurements(job: Job, settings: Settings) -> dict[str, Any]:
     if summary.get("accuracy_before") is not None:
         figures["accuracy_before"] = summary["accuracy_before"]
     return row | {"figures": figures}
+
+
+def trl_python() -> str:
+    """Return the interpreter that has TRL: TRL_PYTHON, or the one of `make bench` or of `make test-oracles`.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    here = [str(path) for name in ("trl", "oracles") if (path := ROOT / f".venv-{name}/bin/python").exists()]
+    if found := os.environ.get("TRL_PYTHON") or next(iter(here), None):
+        return found
+    raise SystemExit("error: no interpreter has TRL; `make .venv-trl/.trl` makes one, or name yours by TRL_PYTHON")
+
+
+def train_by_trl(variables: Mapping[str, str], threads: int) -> list[dict[str, Any]]:
+    """Train by the settings as far as TRL has them, and return each step's ``seconds``, ``rewards`` and ``tokens``.
+
+    Raises:
+        SystemExit: there is no interpreter with TRL, or TRL failed.
+    """
+    lowered = {name.lower(): value for name, value in variables.items() if value}
+    settings = TrainerSettings.load(**lowered)
+    # TRL would look for a relative path on the hub.
+    model = ROOT / settings.model_name
+    with TemporaryDirectory() as directory:
+        questions = Path(directory) / "questions.jsonl"
+        write_questions(DataSettings.load(**lowered), settings, questions)
+        work = {
+            "model": str(model) if model.is_dir() else settings.model_name,
+            "questions": str(questions),
+            "directory": directory,
+            "prompts": settings.batch_size,
+            "group_size": settings.group_size,
+            "completion_tokens": settings.max_new_tokens,
+            "steps": settings.max_steps,
+            "learning_rate": settings.learning_rate,
+            "dtype": variables["COMPUTE_TYPE"],
+            "seed": settings.seed,
+            "threads": threads,
+            **({"reward": PARITY} if variables["REWARD_FN"].endswith(":parity") else {}),
+            "options": trl_options(settings),
+        }
+        command = [trl_python(), str(ROOT / "benchmarks/trl_grpo.py"), json.dumps(work)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=RUN_SECONDS)
+    if done.returncode:
+        raise SystemExit(f"error: TRL ended with {done.returncode}; its messages are above")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rewards"')]
+
+
+def trl_options(settings: TrainerSettings) -> dict[str, object]:
+    """Return the settings of GRPOConfig that make TRL compute what this project computes."""
+    return {
+        "shuffle_dataset": False,
+        "temperature": settings.temperature,
+        "beta": settings.kl_coef,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "adam_beta1": ADAM_BETA1,
+        "adam_beta2": settings.adam_beta2,
+        "adam_epsilon": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+    }
+
+
+def write_questions(data_settings: DataSettings, settings: TrainerSettings, file: Path) -> None:
+    """Write the prompts of all steps in the order in which the data-server gives them."""
+    data = Batches.load(data_settings)
+    cursor, rows = Cursor(), []
+    for _ in range(settings.max_steps):
+        prompts, cursor = data.batch(Split.TRAIN, cursor, settings.batch_size)
+        rows += [{"prompt": prompt["prompt"], "answer": prompt["ground_truth"]} for prompt in prompts]
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
 
 def processor_seconds() -> float:

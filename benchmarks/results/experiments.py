@@ -11,8 +11,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from benchmarks.job import ROOT
 from local_runner.spec import env_file
+from services.protocol.rewards import CORRECT
+from trainer.algorithm.advantages import Outcomes, has_reward_variance
 
 Settings = dict[str, str]
 TRL = "TRL"
@@ -167,8 +171,8 @@ METHODS: dict[str, Settings] = {
     "PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": "1e-3"},
     "sequence mean": {"AGGREGATION": "sequence_mean"},
     "dynamic sampling": {"DYNAMIC_SAMPLING_TRIES": "2"},
-    "SFT on right answers": {"ADVANTAGE": "benchmarks.results.baselines:right_answers"},
-    "SFT on the group's best": {"ADVANTAGE": "benchmarks.results.baselines:best_of_group"},
+    "SFT on right answers": {"ADVANTAGE": "benchmarks.results.experiments:right_answers"},
+    "SFT on the group's best": {"ADVANTAGE": "benchmarks.results.experiments:best_of_group"},
 }
 """Methods that differ with a single update a batch; GRPO has the product's defaults."""
 RATES = ("4e-3", "2e-3", "4e-3", "2e-3", "2e-3", "2e-3", "2e-3", "1e-3", "4e-3")
@@ -270,6 +274,24 @@ TRANSPORTS = {
     for size, model in {"tiny": {"MODEL_NAME": ""}, "135m": {}}.items()
     for transport in ("disk", "broadcast", "local")
 }
+
+# --- rejection sampling as advantages ---------------------------------------------------------------------------------
+
+# With one update a batch the loss of a token is -log pi on the chosen completions, and 0 on the others: cross entropy
+# on the policy's own right answers, without a group's baseline. The trainer loads these functions by name.
+
+
+def right_answers(outcomes: Outcomes) -> Tensor:
+    """Return 1 for right answers and 0 for the others (STaR, arXiv:2203.14465, without its rationales)."""
+    return (outcomes.rewards >= CORRECT).double()
+
+
+def best_of_group(outcomes: Outcomes) -> Tensor:
+    """Return 1 for the answers with the highest reward of a group whose rewards differ, else 0 (arXiv:2304.06767)."""
+    rewards, ids = outcomes.rewards, outcomes.group_ids
+    best = (rewards[None, :].where(ids[None, :] == ids[:, None], -float("inf"))).amax(1)
+    return ((rewards == best) & has_reward_variance(rewards, ids)).double()
+
 
 # --- the table --------------------------------------------------------------------------------------------------------
 

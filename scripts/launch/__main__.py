@@ -37,7 +37,7 @@ WIDTH = 120
 
 Text = str | None
 Texts = list[str] | None
-COUNT = "Nodes; default: chosen by the model and its GPUs; with --stock, the file's."
+COUNT = "Nodes; default: one of ppo-trainer and the file's of rollout-server; with --stock, the file's."
 Count = Annotated[int | None, Option(min=1, help=COUNT)]
 MODEL = "A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else the file's."
 GPUS = "GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try."

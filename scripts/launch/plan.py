@@ -75,14 +75,13 @@ class Plan:
     volume: int
     """Gibibytes that the volume needs."""
     notes: Sequence[str]
-    """Cautions, and the reason for the number of rollout nodes where it is chosen."""
+    """Cautions, and the forecast of a step."""
 
 
 def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, str]) -> Plan:
     """Derive a job group's sizes, and write them into the text of its file.
 
-    Unless it is ``request.stock``, the settings of PRESET come first, and with them one trainer node and as many
-    rollout nodes as keep both tiers busy.
+    Unless it is ``request.stock``, the settings of PRESET come first, and with them one trainer node.
 
     Args:
         request: the options but for settings.
@@ -99,33 +98,33 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     preset: dict[str, str] = {} if request.stock else _preset(options, file)
     given = {**options, "MODEL_NAME": model.name, **chosen}
     group, loaded = _loaded(file, preset | given, secrets)
-    is_free = not (request.stock or request.rollout_nodes or OTHER_ENGINES.intersection(options))
     found = checks.settings_by_class(loaded)
     rollout: RolloutSettings = found["RolloutSettings"]
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
         rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
     trainer: TrainerSettings = found["TrainerSettings"]
-    sizes = derive(trainer, rollout, model, _tiers(before, request), is_balanced=is_free)
+    tiers = _tiers(before, request)
+    sizes = derive(trainer, rollout, model, tiers)
     is_open = not (request.stock or (OF_MODES | OTHER_ENGINES).intersection(options))
     if is_open and _gains_from_overlap(trainer, sizes.seconds):
         preset |= ASYNCHRONOUS
         group, loaded = _loaded(file, preset | given, secrets)
-    counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in sizes.tiers.items()}
+    counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
     by_source: dict[str, Changes] = {
         "derived": sizes.resources | _variables(group, sizes.settings),
         "preset": counts | _variables(group, preset),
-        "given": of_options | _accelerators(sizes.tiers) | _variables(group, given),
+        "given": of_options | _accelerators(tiers) | _variables(group, given),
     }
     changes = {key: value for part in by_source.values() for key, value in part.items()}
     return Plan(
-        name=_name(Path(model.name).name, file.stem, sizes.tiers),
+        name=_name(Path(model.name).name, file.stem, tiers),
         file=file,
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [sizes.reason, _forecast(sizes.seconds, preset)])],
+        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [_forecast(sizes.seconds, preset)])],
     )
 
 

@@ -31,8 +31,6 @@ from trainer.config import Rollout, TrainerSettings, Transport
 
 LEAST_SEQUENCES = 16
 """Completions that an engine must be able to hold at the same time."""
-LEAST_BUSY, MOST_NODES = 0.6, 32
-"""The work of the less busy tier, as a share of the other's, that a launch aims at, with at most so many nodes."""
 _ENOUGH = 1 << 62
 """Bytes of a place whose size is derived and not given."""
 _GPUS = re.compile(r"([A-Za-z0-9-]+)(?::([1-9]\d*))?")
@@ -68,10 +66,6 @@ class Tier:
 class Sizes:
     """The sizes of a job group that follow from its model and its nodes."""
 
-    tiers: dict[str, Tier]
-    """The nodes, of rollout-server as many as keep both tiers busy if that was asked for."""
-    reason: str
-    """The reason for that number if it is another one; else empty."""
     seconds: StepSeconds | None
     """The forecast of a step; None on shared GPUs, with METHOD=sft, and for agents and environments, whose own time is
     unknown."""
@@ -108,12 +102,8 @@ def derive(
     rollout_settings: RolloutSettings,
     model: Model,
     tiers: Mapping[str, Tier],
-    *,
-    is_balanced: bool,
 ) -> Sizes:
     """Return the sizes that follow from the settings, the model and the nodes; without a rollout tier it is colocated.
-
-    With ``is_balanced`` the number of rollout nodes is chosen.
 
     Raises:
         ConfigurationError: GPUs are too small for the model.
@@ -129,16 +119,10 @@ def derive(
     work, memory, volume, tokens = _of_trainer(
         settings, rollout_settings, shape, trainer, splits if is_colocated else {}
     )
-    reason, seconds = "", None
+    seconds = None
     is_known = all(own.rollout is Rollout.COMPLETION for own in settings.by_source().values())
     if is_known and not is_colocated and settings.method is Method.RL:
-        each = splits[rollout.choices[0]].engines
-        forecasts = _forecasts(settings, model, rollout.choices[0], each, trainer.choices[0], work)
-        if is_balanced:
-            enough = {n: s for n, s in forecasts.items() if n * each >= settings.min_workers}
-            rollout, reason = _balanced(rollout, enough, forecasts[rollout.nodes].busy)
-            tiers = {**tiers, Task.ROLLOUT_SERVER: rollout}
-        seconds = forecasts[rollout.nodes]
+        seconds = _forecast(settings, model, rollout, splits[rollout.choices[0]].engines, trainer.choices[0], work)
     engines = rollout.nodes * min(split.engines for split in splits.values())
     if settings.min_workers > engines:
         raise ConfigurationError(
@@ -151,7 +135,7 @@ def derive(
     # In hundreds, with a fifth for what else is on the volume.
     hundreds = max(2, math.ceil(volume * 1.2 / GIB / 100))
     resources = _resources(shape, splits, memory, is_colocated=is_colocated)
-    return Sizes(dict(tiers), reason, seconds, resources, {name: str(n) for name, n in follows.items()}, 100 * hundreds)
+    return Sizes(seconds, resources, {name: str(n) for name, n in follows.items()}, 100 * hundreds)
 
 
 def _of_trainer(
@@ -209,42 +193,16 @@ def _engine_bytes(shape: ModelShape, gpus: Gpus, split: Split) -> int:
     return split.engines * shape.parameters * WEIGHT_BYTES + gpus.count * PROCESS_BYTES
 
 
-def _forecasts(
-    settings: TrainerSettings, model: Model, rollout: Gpus, engines: int, trainer: Gpus, work: Work
-) -> dict[int, StepSeconds]:
-    """Return the seconds of a step by the number of rollout nodes, each of which has ``engines`` on its GPUs."""
-    batch, by_volume = Batch.of(settings), settings.publish_transport is Transport.DISK
-    trains, gpus = train_seconds(model.shape, batch, trainer.card, work), rollout.count // engines
-    return {
-        nodes: StepSeconds(
-            generate_seconds(model.shape, batch, rollout.card, gpus, nodes * engines),
-            trains,
-            publish_seconds(model.shape, nodes, by_volume=by_volume),
-        )
-        for nodes in range(1, MOST_NODES + 1)
-    }
-
-
-def _balanced(rollout: Tier, forecasts: Mapping[int, StepSeconds], present: float) -> tuple[Tier, str]:
-    """Return the rollout tier with a number of nodes that keeps both tiers busy, and the reason if it is another one.
-
-    It is the number nearest to the present one with which each tier has LEAST_BUSY of the other's work, or the present
-    one if there is none.
-
-    Args:
-        rollout: the present tier.
-        forecasts: the seconds of a step by each number of nodes that has MIN_WORKERS.
-        present: the work of the less busy tier now, as a share of the other's.
-    """
-    busy = {nodes: seconds.busy for nodes, seconds in forecasts.items() if seconds.busy >= LEAST_BUSY}
-    chosen = min(busy, key=lambda nodes: abs(nodes - rollout.nodes), default=rollout.nodes)
-    if chosen == rollout.nodes:
-        return rollout, ""
-    reason = (
-        f"rollout nodes: {chosen} instead of {rollout.nodes}, so that the less busy tier has {busy[chosen]:.0%} of the "
-        f"other's work instead of {present:.0%}"
+def _forecast(
+    settings: TrainerSettings, model: Model, rollout: Tier, engines: int, trainer: Gpus, work: Work
+) -> StepSeconds:
+    """Return the seconds of a step with rollout nodes that have ``engines`` engines each on their first choice."""
+    batch, by_volume, gpus = Batch.of(settings), settings.publish_transport is Transport.DISK, rollout.choices[0]
+    return StepSeconds(
+        generate_seconds(model.shape, batch, gpus.card, gpus.count // engines, rollout.nodes * engines),
+        train_seconds(model.shape, batch, trainer.card, work),
+        publish_seconds(model.shape, rollout.nodes, by_volume=by_volume),
     )
-    return replace(rollout, nodes=chosen), reason
 
 
 def _split(settings: RolloutSettings, model: Model, gpus: Gpus) -> Split:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.chat.messages import has_own_form, read_calls
+from services.chat.answers import Answer, form_of, read_answer, read_plain_answer
 from services.chat.tokenizers import TextCodec
 from services.http.problems import ProblemError, refuse
 from services.protocol.groups import TokenSequence
@@ -61,6 +61,7 @@ class ChatPrompts:
         self.codec = TextCodec(tokenizer)
         """The tokens of texts and the texts of tokens, special ones included."""
         self._context = context
+        self._form = form_of(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._template_args = dict(template_args or {})
         added = tokenizer.added_tokens_decoder
@@ -214,8 +215,9 @@ class ChatPrompts:
         text: str,
     ) -> tuple[str | None, str | None]:
         """Return the turn's close after ``text``, and what follows it; None where the template writes it otherwise."""
-        thought = f"<think>\n{text[::-1]}\n{_END_OF_THOUGHT}\n\n" if _END_OF_THOUGHT in turn["content"] else ""
-        opening = [_USER, {**turn, "content": thought + text}]
+        thought = f"<think>\n{text[::-1]}\n{_END_OF_THOUGHT}\n\n" if _has_thought(turn) else ""
+        said = {name: value for name, value in turn.items() if name not in _THOUGHTS}
+        opening = [_USER, {**said, "content": thought + text}]
         close = self._close(text, orjson.dumps(options))
         before = self._render(opening, tools, options, adds_generation_prompt=False)
         after = self._render([*opening, *new], tools, options, adds_generation_prompt=True)
@@ -258,14 +260,29 @@ class ChatPrompts:
         encode = self.codec.encode
         return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 
-    def text_and_calls(
-        self, completion: TokenSequence, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
-    ) -> tuple[str, list[dict[str, Any]], int]:
-        """Return a completion's text without its tool calls, these, and the number of calls that cannot be parsed."""
+    def answer_of(
+        self,
+        completion: TokenSequence,
+        stop: Sequence[str],
+        prompt_ids: Sequence[int],
+        tools: list[dict[str, Any]] | None,
+    ) -> Answer:
+        """Return what a completion says: its thought, its text, and its calls if the model was offered ``tools``.
+
+        Args:
+            completion: the tokens.
+            stop: the strings that end the text.
+            prompt_ids: the prompt's last tokens at least; a template may have begun the turn in them.
+            tools: the tools that the model was offered.
+        """
         text = self.text(completion, stop)
-        needs_raw = has_own_form(self._tokenizer)
-        raw = self.text(completion, stop, skip_special_tokens=False) if needs_raw else text
-        return read_calls(self._tokenizer, text, raw, prompt_ids, tools)
+        if self._form is None:
+            end = self.codec.decode(list(prompt_ids[-16:]))  # Long enough for the beginning of a thought.
+            return read_plain_answer(text, tools, is_thought=end.rstrip().endswith("<think>"))
+        raw = self.text(completion, stop, skip_special_tokens=False)
+        answer = read_answer(self._form, raw, text, self.codec.decode(list(prompt_ids)), tools or ())
+        is_offered = tools is not None or not (answer.calls or answer.unparsed)
+        return answer if is_offered else Answer(text)
 
     def text(self, completion: TokenSequence, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
         """Return a completion's text up to the first stop string."""
@@ -304,7 +321,11 @@ def _shape(
 ) -> bytes:
     """Return what a conversation has apart from its texts: options, roles, and names of fields."""
     fields = [[message["role"], len(message.get("tool_calls") or ()), *sorted(message)] for message in (turn, *new)]
-    return orjson.dumps([fields, _END_OF_THOUGHT in turn["content"], tools is None, options])
+    return orjson.dumps([fields, _has_thought(turn), tools is None, options])
+
+
+def _has_thought(turn: Mapping[str, Any]) -> bool:
+    return _END_OF_THOUGHT in turn["content"] or any(map(turn.get, _THOUGHTS))
 
 
 def _continuation(before: str, after: str) -> str | None:

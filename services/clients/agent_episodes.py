@@ -14,7 +14,7 @@ import httpx
 
 from services.agents import Agent, AgentFailedError, Example, play
 from services.clients.gateway import GatewayClient
-from services.clients.player import Score
+from services.clients.play import Score
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError, own_error
 from services.core.logs import get_logger

@@ -1,8 +1,12 @@
-"""The player of episodes, wherever their environments are: in this process, on one server, or on any of several.
+"""The player of prompts, and of episodes wherever their environments are: here, on one server, or on any of several.
 
-An arena has the environments. ``play`` asks for one action in each episode under way, takes all these actions in the
-arena, and repeats this. It is used by the evaluation head, by environment servers that play by themselves, and by the
-commands that evaluate policies and write trajectories.
+Training, evaluations inside a run and ``grpo evaluate`` have a model answer prompts, and the answers scored, by this
+module, so that the same seed, weights and prompt give the same tokens and the same reward everywhere. Agents' episodes
+are in ``agent_episodes.py``.
+
+The environments of other episodes are in an arena. ``play`` asks for one action in each episode under way, takes all
+these actions in the arena, and repeats this. It is used by the evaluation head, by environment servers that play by
+themselves, and by the commands that evaluate policies and write trajectories.
 """
 
 from __future__ import annotations
@@ -10,9 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from services.protocol import evaluation as wire
+from services.protocol.base import derive_seed
+from services.protocol.groups import TokenSequence
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem, RewardResult
+
+if TYPE_CHECKING:
+    from services.clients.rollout import SamplingParams
 
 
 @dataclass(eq=False)
@@ -225,3 +236,36 @@ async def _decide(
             return [(episodes[0], error)]
     alone = await asyncio.gather(*(_decide(ask, [episode]) for episode in episodes))
     return [pair for pairs in alone for pair in pairs]
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
+
+
+class Engines(Protocol):
+    """The servers of a model: rollout workers, or any other server of completions."""
+
+    async def complete(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[TokenSequence]:
+        """Return at most ``n`` completions of a prompt, and at least one.
+
+        Raises:
+            RequestRefusedError: the engine refuses the prompt.
+            DependencyLostError: no engine gave a completion in time.
+        """
+
+
+async def scored(score: Score, prompt: Prompt, completions: Sequence[TokenSequence]) -> list[TokenSequence]:
+    """Return completions of a prompt with their results, in order."""
+    items = [
+        RewardItem.of(prompt, one.completion, completion_tokens=one.tokens, finish_reason=one.finish_reason)
+        for one in completions
+    ]
+    results = await score(items)
+    return [one.model_copy(update={"result": result}) for one, result in zip(completions, results, strict=True)]
+
+
+def evaluation_seed(seed: int, prompt: Prompt, first: int = 0) -> int:
+    """Return the seed of an evaluation's answers to a prompt from number ``first`` on: the same on every machine."""
+    of_prompt = derive_seed(seed, "evaluation", prompt.id)
+    return derive_seed(of_prompt, first) if first else of_prompt

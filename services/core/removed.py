@@ -13,6 +13,7 @@ REMOVED: dict[str, str] = {
     "ENVIRONMENT_TEXT_TURNS": "set ENVIRONMENT_MAX_STEPS, which bounds the answers of a text environment too",
     "EVAL_SESSION_QUESTIONS": "an agent answers each question in a conversation of its own",
     "GAE_PER_TURN": "set CREDIT=turn, with which a step of GAMMA and GAE_LAMBDA is a turn",
+    "HEAD_LLM_TEMPERATURE": "the head asks for the likeliest token each time",
     "JUDGE_MAX_TOKENS": 'set JUDGE_ARGS={"max_tokens": 2048}',
     "JUDGE_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: 0.4 of that",
     "JUDGE_SECOND_ORDER": "judge_group asks once for each group, in an order that it draws",
@@ -26,6 +27,7 @@ REMOVED: dict[str, str] = {
     "REWARD_MODEL_MAX_TOKENS": "the positions of REWARD_MODEL decide it, and 32,768 tokens",
     "REWARD_QUEUE_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: a fifteenth of that",
     "ROLLOUT_LOST_SECONDS": "SERVICE_DEADLINE_SECONDS decides it: twice that",
+    "SAVE_TYPE": "PUBLISH_TYPE is that of the trained model, too, which is the last published version",
     "SANDBOX_SESSION_SECONDS": "an episode's programs have 60 s of processor time, and CODE_CPU_SECONDS bounds each",
 }
 """The words that say what does the work of a removed variable, by its name."""

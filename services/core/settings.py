@@ -351,7 +351,7 @@ class AgentFunction(Settings):
 
     agent: str = ""
     """The agent as `module:function`, the same function in training (`ROLLOUT=agent`) and for `grpo evaluate --agent`.
-    `evaluation.math_agent:solve` is built in."""
+    `evaluation.multiplying_agent:solve` is an example."""
 
 
 class AgentProgram(Settings):

@@ -124,7 +124,7 @@ def _source(values: Mapping[str, Any], where: str) -> Source:
 
 
 class _UniqueKeys:
-    """Refuses a key that is there twice, of which YAML would take the last."""
+    """Refuses a key that is there twice, of which YAML, and SkyPilot, would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         keys = [key.value for key, _ in node.value]
@@ -141,14 +141,18 @@ class _TextLoader(_UniqueKeys, yaml.BaseLoader):
     pass
 
 
-def read_yaml(path: Path, where: str, *, as_text: bool = False) -> Any:
+def read_yaml(path: Path, where: str, *, as_text: bool = False, has_several: bool = False) -> Any:
     """Return the content of a YAML file, ``as_text`` with every scalar as it is written.
+
+    A file that ``has_several`` documents gives a list of them.
 
     Raises:
         ConfigurationError: it cannot be read; the message begins with ``where``.
     """
+    loader = _TextLoader if as_text else _Loader
     try:
-        return yaml.load(path.read_text("utf-8"), _TextLoader if as_text else _Loader)
+        text = path.read_text("utf-8")
+        return [*yaml.load_all(text, loader)] if has_several else yaml.load(text, loader)
     except OSError as error:
         raise ConfigurationError(
             f"{where} cannot be read, seen from {Path.cwd()} ({error.strerror}); give a YAML file"

@@ -36,6 +36,7 @@ from services.data_server.settings import (
     named_files,
 )
 from services.data_server.tables import (
+    MEDIA,
     ROW,
     ReadTable,
     check_columns,
@@ -308,6 +309,8 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
         f"more than {settings.largest_row // 2**10} KiB": too_large,
         "NaN or infinity": not_json,
     }
+    if MEDIA in table.column_names:
+        reasons["images, sounds or videos, of which nothing is read"] = table[MEDIA].to_numpy()
     if not settings.needs_truth:
         del reasons["no ground truth"]
     if read_table.has_demonstrations:  # A row that is too large has no question.
@@ -321,7 +324,7 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, sett
     numbers = np.flatnonzero(left).astype(np.int32)
     table = read_table()
     row_texts = table[ROW] if has_rows else None
-    columns = [name for name in table.column_names if name != ROW]
+    columns = [name for name in table.column_names if name not in (ROW, MEDIA)]
     rows = Rows(
         table.select(columns), row_texts, truths.combine_chunks(), numbers, content, read_table.has_demonstrations
     )

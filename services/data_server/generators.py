@@ -165,11 +165,11 @@ def _seed_tables(_settings: DataSettings, _refused: Counter[str]) -> Tables:
 
 REASONING_INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
 
-_GENERATOR = re.compile(r"(?P<name>\w+)(?:=(?P<weight>\d*\.?\d+))?")
+_GENERATOR = re.compile(r"\w+")
 
 
 class _ReasoningConfig(BaseModel):
-    """DATASET_CONFIG of reasoning-gym; further fields have the parameters of the generators of their names."""
+    """DATASET_CONFIG of reasoning-gym; a further field has the parameters of the generator of its name."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
@@ -200,19 +200,16 @@ def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
 
 def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
     """Return the fields of ``reasoning_questions.Plan``."""
-    weights: dict[str, float] = {}
-    for part in settings.dataset.removeprefix(REASONING_GYM).split(","):
-        match = _GENERATOR.fullmatch(part.strip())
-        if match is None or float(match["weight"] or 1) == 0 or match["name"] in weights:
-            raise ConfigurationError(
-                f"DATASET {settings.dataset!r}: {part.strip()!r} is not a generator with a weight above 0, or occurs "
-                f"twice; write {REASONING_GYM}NAME or {REASONING_GYM}NAME=2,OTHER=1"
-            )
-        weights[match["name"]] = float(match["weight"] or 1)
+    generator = settings.dataset.removeprefix(REASONING_GYM)
+    if not _GENERATOR.fullmatch(generator):
+        raise ConfigurationError(
+            f"DATASET {settings.dataset!r}: {generator!r} is not the name of a generator; write {REASONING_GYM}NAME, "
+            "and mix several by SOURCES"
+        )
     example = '{"size": 1000, "levels": [0, 1], "chain_sum": {"max_terms": 3}}'
     config = _read_config(settings, _ReasoningConfig, example)
     return {
-        "weights": weights,
+        "generator": generator,
         "size": config.size,
         "levels": config.levels,
         "parameters": config.model_extra,

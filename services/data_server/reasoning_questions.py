@@ -13,7 +13,6 @@ import dataclasses
 import datetime
 import difflib
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -51,13 +50,12 @@ _times["parser"] = SimpleNamespace(parse=partial(_times["parser"].parse, default
 class Plan:
     """The questions to generate."""
 
-    weights: dict[str, float]
-    """Share of the questions by generator, relative to the others."""
+    generator: str
     size: int
     levels: list[int] | None
     """Difficulty levels in equal parts; None: the generator's default difficulty."""
     parameters: dict[str, dict[str, Any]]
-    """Parameters by generator, in place of its defaults and of its levels'."""
+    """The generator's parameters by its name, in place of its defaults and of its levels'."""
     seed: int
 
 
@@ -76,34 +74,32 @@ class PlanError(Exception):
 
 
 def questions(plan: Plan) -> Iterator[Question | str]:
-    """Yield the questions, level by level and mixed within a level; for a question that cannot be made, the reason.
+    """Yield the questions level by level; for a question that cannot be made, the reason.
 
     Raises:
-        PlanError: a generator does not exist, or refuses its parameters.
+        PlanError: the generator does not exist, or refuses its parameters.
     """
     _check_names(plan)
-    parts = [_Part.of(plan, name, level) for name in plan.weights for level in _levels_of(name, plan.levels)]
-    by_level = sorted(parts, key=_Part.rank)
-    for _, group in itertools.groupby(by_level, key=_Part.rank):
-        yield from _mixed(list(group))
+    levels = _levels_of(plan.generator, plan.levels)
+    parts = [_Part.of(plan, level, max(1, round(plan.size / len(levels)))) for level in levels]
+    for part in parts:
+        yield from map(part.question, range(part.size))
 
 
 @dataclass
 class _Part:
-    """The questions of one generator at one level."""
+    """The questions of one level."""
 
     generator: str
     level: int | None
     dataset: Any
     parameters: dict[str, Any]
     size: int
-    next_index: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, name: str, level: int | None) -> _Part:
-        """Return the part that a plan wants; PlanError if the generator refuses its parameters."""
-        share = plan.weights[name] / sum(plan.weights.values()) / len(_levels_of(name, plan.levels))
-        size = max(1, round(plan.size * share))
+    def of(cls, plan: Plan, level: int | None, size: int) -> _Part:
+        """Return the part of a plan; PlanError if the generator refuses its parameters."""
+        name = plan.generator
         # Questions at neighbouring seeds of reasoning-gym are the same questions moved by one.
         digest = hashlib.blake2b(f"{plan.seed}/{name}/{level}".encode(), digest_size=4).digest()
         parameters = {**_at_level(name, level), **plan.parameters.get(name, {})}
@@ -119,13 +115,8 @@ class _Part:
             ) from error
         return cls(name, level, dataset, _changed(name, parameters), size)
 
-    def rank(self) -> int:
-        """Return the level; a generator without levels is among the easiest."""
-        return -1 if self.level is None else self.level
-
-    def next(self) -> Question | str:
-        """Return the next question, or the reason why it cannot be made."""
-        index, self.next_index = self.next_index, self.next_index + 1
+    def question(self, index: int) -> Question | str:
+        """Return a question, or the reason why it cannot be made."""
         random.seed(index)  # For the few generators that draw from Python's global generator.
         # A generator that gives up on one question, or holds what JSON cannot, still has others.
         try:
@@ -138,25 +129,14 @@ class _Part:
         return Question(str(entry["question"]), answer, truth, category)
 
 
-def _mixed(parts: list[_Part]) -> Iterator[Question | str]:
-    """Yield the questions of parts alternately, of each as many as its size."""
-    turns = sorted((place / part.size, order) for order, part in enumerate(parts) for place in range(part.size))
-    for _, order in turns:
-        yield parts[order].next()
-
-
 def _check_names(plan: Plan) -> None:
     names = sorted(gym.DATASETS.keys() - {"composite"})
-    for setting, name in [
-        *(("DATASET", name) for name in plan.weights),
-        *(("DATASET_CONFIG", name) for name in plan.parameters),
-    ]:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, _CLOSE_NAMES, cutoff=0.5)
-            hint = f"close are {', '.join(close)}" if close else f"it has {', '.join(names)}"
-            raise PlanError(f"{setting}: reasoning-gym has no generator {name!r}; {hint}")
-        if setting == "DATASET_CONFIG" and name not in plan.weights:
-            raise PlanError(f"DATASET_CONFIG has parameters of {name}, which DATASET does not name; name it there")
+    if plan.generator not in names:
+        close = difflib.get_close_matches(plan.generator, names, _CLOSE_NAMES, cutoff=0.5)
+        hint = f"close are {', '.join(close)}" if close else f"it has {', '.join(names)}"
+        raise PlanError(f"DATASET: reasoning-gym has no generator {plan.generator!r}; {hint}")
+    if others := plan.parameters.keys() - {plan.generator}:
+        raise PlanError(f"DATASET_CONFIG has {', '.join(sorted(others))}, but DATASET names {plan.generator}")
 
 
 def _levels_of(name: str, wanted: list[int] | None) -> list[int | None]:

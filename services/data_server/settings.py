@@ -61,12 +61,12 @@ class DataSettings(
 
     dataset: str = Field("gsm8k", min_length=1)
     """`gsm8k`, `arithmetic` (a built-in generator), `seeds` (of episodes, for ROLLOUT=environment),
-    `reasoning_gym:NAME` (generators of reasoning-gym, several with weights: `reasoning_gym:chain_sum=2,countdown=1`),
-    `harbor:DIR` (a directory of tasks in Harbor's format, or a file with a directory a line), a Hugging Face dataset
-    id, or a path to a .jsonl or .parquet file; with METHOD=sft also to a .groups file, which `grpo groups` writes."""
+    `reasoning_gym:NAME` (a generator of reasoning-gym; SOURCES mixes several), `harbor:DIR` (a directory of tasks in
+    Harbor's format, or a file with a directory a line), a Hugging Face dataset id, or a path to a .jsonl or .parquet
+    file; with METHOD=sft also to a .groups file, which `grpo groups` writes."""
     dataset_config: str | None = None
     """Configuration name of a Hugging Face dataset. For `reasoning_gym:...` JSON with any of `size` (questions, 1000),
-    `levels` (of difficulty, from 0) and parameters by generator: `{"size": 1000, "levels": [0, 1], "chain_sum":
+    `levels` (of difficulty, from 0) and the generator's parameters: `{"size": 1000, "levels": [0, 1], "chain_sum":
     {"max_terms": 3}}`. For `arithmetic` JSON with any of `digits` of both operands (`[1, 2]`; unset: 1),
     `operations` (`+`, `-` and `*`, written together; unset: `+`) and the `template` of a question, with `{a}`, `{op}`
     and `{b}`."""

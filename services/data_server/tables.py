@@ -6,6 +6,7 @@ A line of JSON Lines is kept as it is, so that no value changes on the way: a te
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import mmap
@@ -60,6 +61,9 @@ class ReadTable:
 CATEGORY = "category"
 ROW = "row"
 """The column of a row's JSON; null if that is too large, empty if it has NaN or infinity."""
+MEDIA = "media"
+"""The column that says whether a row has an image, a sound or a video; absent where no column is of their names."""
+_MEDIA_COLUMNS = frozenset({"image", "images", "audio", "audios", "video", "videos"})
 _ROWS_AT_ONCE = 1024
 """Rows that are made JSON at once."""
 EXACT = 2.0**53
@@ -234,9 +238,21 @@ def open_table(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     def read() -> pa.Table:
         whole = pa.concat_tables(_datasets().Dataset.from_file(file).data.table for file in files) if files else table
         columns = {name: _as_text(whole[column]) for name, column in chosen.items()}
+        columns |= _has_media(whole)
         return pa.table(columns | ({ROW: read_rows()[ROW]} if read_rows is not None else {}))
 
     return ReadTable(read, **of_rows)
+
+
+def _has_media(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    """Return the column MEDIA, if a column has the name of such values."""
+    masks = []
+    for name in sorted(_MEDIA_COLUMNS.intersection(table.column_names)):
+        values = table[name]
+        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+        has_some = pc.greater(pc.list_value_length(values), 0) if is_list else pc.is_valid(values)
+        masks.append(pc.fill_null(has_some, False))
+    return {MEDIA: functools.reduce(pc.or_, masks)} if masks else {}
 
 
 def _has_json(kind: pa.DataType) -> bool:
@@ -357,13 +373,17 @@ def read_json_lines(path: Path, where: str, settings: DataSettings) -> ReadTable
         raise ConfigurationError(f"{where} has no rows; write a JSON object a line, with a question and an answer")
     chosen = choose_columns(list(names), where, settings)
     of_rows = row_columns(list(names), chosen, settings)
-    schema = pa.schema([(name, pa.string()) for name in [*chosen, *([ROW] if of_rows else [])]])
+    media = _MEDIA_COLUMNS.intersection(names)
+    fields = [(name, pa.string()) for name in [*chosen, *([ROW] if of_rows else [])]]
+    schema = pa.schema(fields + ([(MEDIA, pa.bool_())] if media else []))
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in _batches(json_rows(path, where)):
             columns = [_texts(batch, name, column, where) for name, column in chosen.items()]
             if of_rows:
                 columns.append(pa.array([bounded(line.text, settings.largest_row) for line in batch], pa.string()))
+            if media:
+                columns.append(pa.array([any(map(line.row.get, media)) for line in batch], pa.bool_()))
             yield pa.record_batch(columns, schema)
 
     return ReadTable(on_disk(batches(), schema, where), **of_rows)

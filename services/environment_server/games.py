@@ -61,6 +61,34 @@ class GuessingGame(Conversation):
         )
 
 
+# The model has never played. One game, of another number, makes it answer with numbers.
+SHOWN = [
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "Lower."},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "Higher."},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "Right. I think of another number from 1 to 7."},
+]
+
+
+class SevenNumbers(GuessingGame):
+    """The environment of `make demo-environment`: seven numbers, of which three good guesses always find one.
+
+    A game is shown first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(turns=3, largest=7)
+        self.version += ", one shown"
+
+    async def reset(self, seed: int) -> State:
+        """Draw the number; return the rules and the game that is shown."""
+        await super().reset(seed)
+        self._messages += SHOWN
+        return list(self._messages)
+
+
 NAMES = "ABC"
 MOST_STONES = 5
 """Most stones in a heap."""

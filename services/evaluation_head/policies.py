@@ -203,7 +203,7 @@ class LanguagePolicy(Policy):
             "model": self._settings.head_llm_model,
             "messages": messages,
             "max_tokens": self._settings.head_llm_max_tokens,
-            "temperature": self._settings.head_llm_temperature,
+            "temperature": 0,
         }
         if logprobs:
             payload["logprobs"] = True

@@ -34,8 +34,6 @@ class HeadSettings(Settings):
     """Conversations sent to a rollout server at once. [advanced]"""
     head_llm_max_tokens: int = Field(512, ge=1)
     """Longest answer of a language model, in tokens."""
-    head_llm_temperature: float = Field(0.0, ge=0, le=10)
-    """Sampling temperature of a language model; 0 is greedy."""
 
     game_server_prefix: str = Field("game-server", min_length=1, max_length=1000)
     """Clusters and SkyServe services whose names begin so are environment servers. Several prefixes have spaces or

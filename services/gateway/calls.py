@@ -27,6 +27,7 @@ import httpx
 import orjson
 from prometheus_client import Counter, Gauge
 
+from services.chat.messages import for_template
 from services.chat.prompts import IGNORES_TOOLS, ChatPrompts
 from services.chat.tokenizers import load_tokenizer
 from services.clients.rollout import ROUTING_KEY
@@ -185,10 +186,10 @@ class Calls:
         if request.stop:
             sampling["stop"] = request.stop
         tools, options = request.offered_tools, request.chat_template_kwargs
-        turn, length = session.tree.deepest(keys)
+        turn, length = session.tree.deepest(keys, messages)
         if turn is not None:
-            message, following = messages[length - 1], messages[length:]
-            suffix = await self.prompts.suffix(message, turn.completion, following, tools, options)
+            held, following = for_template(turn.message), messages[length:]
+            suffix = await self.prompts.suffix(held, turn.completion, following, tools, options)
             if suffix is not None:
                 return Call(name, turn, suffix, request.messages[length:], sampling, {})
             BROKEN.inc()

@@ -83,6 +83,7 @@ def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, p
         for index, turn in enumerate(call.turns)
     ]
     sampled = call.sampled_tokens
+    thoughts = sum(len(prompts.codec.encode(turn.message.get("reasoning_content", ""))) for turn in call.turns)
     return {
         "id": f"chatcmpl-{call.name}",
         "object": "chat.completion",
@@ -92,6 +93,7 @@ def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, p
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": sampled,
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
             "total_tokens": prompt_tokens + sampled,
         },
     }
@@ -107,6 +109,8 @@ def _stream(reply: Mapping[str, Any], request: ChatRequest) -> Iterator[bytes]:
     for choice in reply["choices"]:
         message = choice["message"]
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if thought := message.get("reasoning_content"):
+            deltas.append({"reasoning_content": thought})
         if message["content"]:
             deltas.append({"content": message["content"]})
         if calls := message.get("tool_calls"):
@@ -131,10 +135,11 @@ def _message(
     completion: TokenSequence, request: ChatRequest, call: Call, prompts: ChatPrompts
 ) -> tuple[dict[str, Any], int]:
     """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
-    if request.offered_tools is None:
-        return {"role": "assistant", "content": prompts.text(completion, request.stop)}, 0
-    text, calls, unparsed = prompts.text_and_calls(completion, request.stop, call.added_ids, request.offered_tools)
-    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    answer = prompts.answer_of(completion, request.stop, call.added_ids, request.offered_tools)
+    calls = answer.calls
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text if answer.text or not calls else None}
+    if answer.thought:
+        message["reasoning_content"] = answer.thought
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.
         prefix = f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_"
@@ -142,7 +147,7 @@ def _message(
             {"id": f"{prefix}{number}", "type": "function", "function": function}
             for number, function in enumerate(calls)
         ]
-    return message, unparsed
+    return message, answer.unparsed
 
 
 def _finish_reason(turn: Turn) -> str:

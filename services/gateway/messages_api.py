@@ -1,7 +1,7 @@
 """Anthropic's Messages API: its requests as chat completions, and its replies and streams.
 
-https://docs.anthropic.com/en/api/messages; the types are those of the package ``anthropic``. Blocks of thought become
-the ``reasoning_content`` of their message, which chat templates take or drop; encrypted ones are dropped.
+https://docs.anthropic.com/en/api/messages; the types are those of the package ``anthropic``. A block of thought is
+the ``reasoning_content`` of its message, which chat templates take or drop; encrypted ones are dropped.
 """
 
 from __future__ import annotations
@@ -143,8 +143,11 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
 
 def _reply(completion: dict[str, Any], _request: ChatRequest) -> dict[str, Any]:
     [choice] = completion["choices"]
-    text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
-    blocks = [{"type": "text", "text": text}] if text is not None else []
+    message = choice["message"]
+    text, calls = message["content"], message.get("tool_calls", ())
+    thought = message.get("reasoning_content")
+    blocks = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+    blocks += [{"type": "text", "text": text}] if text is not None else []
     blocks += [
         {
             "type": "tool_use",
@@ -181,6 +184,8 @@ def _stream(reply: Mapping[str, Any], _request: ChatRequest) -> Iterator[bytes]:
         empty: dict[str, Any]
         if block["type"] == "text":
             empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
         else:
             arguments = orjson.dumps(block["input"]).decode()
             empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}

@@ -203,13 +203,12 @@ class ChatRequest(BaseModel):
 def next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
     """Return the key of a conversation that continues with ``message``, which for_template made.
 
-    Only role, name, content without surrounding space, thoughts, and the names and parsed arguments of calls count,
-    because agents give calls other ids and write their JSON again.
+    Only role, name, content without surrounding space, and the names and parsed arguments of calls count, because
+    agents give calls other ids and write their JSON again. Thoughts do not: some agents send them back, some do not
+    (``Tree.deepest`` compares those that are sent).
     """
     calls = [call["function"] for call in message.get("tool_calls") or []]
     parts = [message["role"], message.get("name"), message["content"].strip()]
-    if thoughts := message.get("reasoning_content"):
-        parts.append(thoughts)
     return _hash(key, [*parts, [[call.get("name"), _comparable(call["arguments"])] for call in calls]])
 
 

@@ -160,12 +160,14 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _referred(session: Session, reference: _ItemReference) -> _Message | _FunctionCall:
+def _referred(session: Session, reference: _ItemReference) -> _Message | _FunctionCall | _Reasoning:
     """Return the item of an earlier response that an item refers to."""
     earlier = [item for call in session.tree.calls.values() for item in call.reply.get("output", ())]
     item = next((item for item in earlier if item["id"] == reference.id), None)
     if item is None:
         refuse(400, f"session {session.id} has no item {reference.id}; send the item itself", "item_not_found")
+    if item["type"] == "reasoning":
+        return _Reasoning.model_validate(item)
     return _Message.model_validate(item) if item["type"] == "message" else _FunctionCall.model_validate(item)
 
 
@@ -174,8 +176,12 @@ def _reply(completion: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
     digest = completion["id"].removeprefix("chatcmpl-")
     is_cut = choice["finish_reason"] == "length"
     status = "incomplete" if is_cut else "completed"
-    text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+    said = choice["message"]
+    text, calls = said["content"], said.get("tool_calls", ())
     output: list[dict[str, Any]] = []
+    if thought := said.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thought}]
+        output.append({"id": f"rs_{digest}", "type": "reasoning", "summary": [], "content": content})
     if text is not None:
         entries = choice["logprobs"]["content"] if choice["logprobs"] else []
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
@@ -209,7 +215,7 @@ def _reply(completion: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         },
     }
@@ -223,7 +229,7 @@ def _stream(reply: Mapping[str, Any], _request: ChatRequest) -> Iterator[bytes]:
     ]
     for index, item in enumerate(reply["output"]):
         where = {"item_id": item["id"], "output_index": index}
-        begun, content = _text_events(item, where) if item["type"] == "message" else _call_events(item, where)
+        begun, content = _EVENTS[item["type"]](item, where)
         added = {**item, **begun, "status": "in_progress"}
         events.append({"type": "response.output_item.added", "output_index": index, "item": added})
         events += content
@@ -255,5 +261,17 @@ def _call_events(item: dict[str, Any], where: dict[str, Any]) -> tuple[dict[str,
         {"type": "response.function_call_arguments.done", **where, **done},
     ]
 
+
+def _thought_events(item: dict[str, Any], where: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what differs in a thought that has just begun, and the events of its text."""
+    [part] = item["content"]
+    where = {**where, "content_index": 0}
+    return {"content": []}, [
+        {"type": "response.reasoning_text.delta", **where, "delta": part["text"]},
+        {"type": "response.reasoning_text.done", **where, "text": part["text"]},
+    ]
+
+
+_EVENTS = {"message": _text_events, "function_call": _call_events, "reasoning": _thought_events}
 
 RESPONSES = Api("/responses", _request, _reply, _stream)

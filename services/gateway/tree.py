@@ -40,6 +40,19 @@ class Turn:
         """The messages of the conversation up to and with this turn."""
         return [message for turn in self.path for message in (*turn.call.messages, turn.message)]
 
+    def has_thoughts_of(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the thoughts in ``messages``, which have the turn's key, are those of its conversation.
+
+        An agent may leave out the model's own.
+        """
+        given = iter(messages)
+        for turn in self.path:
+            for own in (*turn.call.messages, turn.message):
+                thought = _thought(next(given))
+                if thought != _thought(own) and (thought or own is not turn.message):
+                    return False
+        return True
+
     @property
     def held_ids(self) -> list[int]:
         """The tokens of the conversation up to and with this turn."""
@@ -97,7 +110,7 @@ class Tree:
     calls: dict[str, Call] = field(default_factory=dict)
     """By name, in the order in which they were answered."""
     beginnings: list[Call] = field(default_factory=list)
-    _turns: dict[bytes, Turn] = field(default_factory=dict)
+    _turns: dict[bytes, list[Turn]] = field(default_factory=dict)
 
     @property
     def turns(self) -> Iterator[Turn]:
@@ -115,7 +128,7 @@ class Tree:
         self.calls[call.name] = call
         (self.beginnings if call.parent is None else call.parent.calls).append(call)
         for turn in call.turns:
-            self._turns.setdefault(turn.key, turn)
+            self._turns.setdefault(turn.key, []).append(turn)
 
     def restore(self, record: dict[str, Any]) -> Call:
         """Add a call from its record, in the order in which the calls were answered, and return it."""
@@ -135,14 +148,15 @@ class Tree:
         self.add(call)
         return call
 
-    def deepest(self, keys: Sequence[bytes]) -> tuple[Turn | None, int]:
+    def deepest(self, keys: Sequence[bytes], messages: Sequence[Mapping[str, Any]]) -> tuple[Turn | None, int]:
         """Return the deepest turn that a conversation continues, and the number of its messages up to that turn.
 
-        ``keys`` are those of the conversation by number of messages (ChatRequest.keys).
+        ``keys`` are those of the conversation by number of its ``messages`` (ChatRequest.keys).
         """
         for count in range(len(keys) - 1, 0, -1):
-            if (turn := self._turns.get(keys[count])) is not None:
-                return turn, count
+            for turn in self._turns.get(keys[count], ()):
+                if turn.has_thoughts_of(messages[:count]):
+                    return turn, count
         return None, 0
 
     def paths(self) -> Iterator[list[Turn]]:
@@ -167,6 +181,10 @@ class Tree:
         for number, call in enumerate(self.calls.values()):
             numbers[call] = number, places.setdefault((call.parent, tuple(call.added_ids)), len(places))
         return [_sequence(path, trained, numbers) for path in self.paths()]
+
+
+def _thought(message: Mapping[str, Any]) -> str:
+    return str(message.get("reasoning_content") or "").strip()
 
 
 def _choices(calls: Iterable[Call]) -> list[Turn]:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import trl_runs
+from benchmarks.gpu import SHAPES, noise, write
 from benchmarks.job import ROOT, with_gpus
-from benchmarks.random_model import SHAPES, noise, write
 from benchmarks.results import figures
-from benchmarks.results.__main__ import KEPT, prepared
+from benchmarks.results.__main__ import KEPT, prepared, trl_options, write_questions
 from benchmarks.results.experiments import EXPERIMENTS, TINY, TRL, runs
 from local_runner import spec
 from local_runner.checks import READERS
 from services.data_server.settings import DataSettings
+from trainer.capacity.shape import CONFIGS
 from trainer.config import TrainerSettings
 
 TINY_SHAPE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -101,18 +101,19 @@ def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:
         with prepared(run, tmp_path / str(run.seed)) as variables:
             lowered = {name.lower(): value for name, value in variables.items()}
         settings = TrainerSettings.load(**lowered)
-        trl_runs.write_questions(DataSettings.load(**lowered), settings, tmp_path / "questions.jsonl")
+        write_questions(DataSettings.load(**lowered), settings, tmp_path / "questions.jsonl")
         lines = (tmp_path / "questions.jsonl").read_bytes().splitlines()
         prompts.append([orjson.loads(line)["prompt"] for line in lines])
     assert [len(one) for one in prompts] == [2 * settings.batch_size] * 2
     assert len(set(prompts[0])) == len(prompts[0])
     assert prompts[0] != prompts[1]
-    assert trl_runs.options(settings)["adam_beta2"] == settings.adam_beta2
+    assert trl_options(settings)["adam_beta2"] == settings.adam_beta2
 
 
 def test_a_random_model_has_a_published_shape_and_a_token_for_each_id(tmp_path: Path) -> None:
-    assert {shape: config.vocab_size for shape, config in SHAPES.items()} == dict.fromkeys(SHAPES, 151_936)
-    config = type(SHAPES["1.7B"])(**SHAPES["1.7B"].to_dict() | TINY_SHAPE)
+    assert {CONFIGS[shape][1].vocab_size for shape in SHAPES} == {151_936}
+    published = CONFIGS["1.7B"][1]
+    config = type(published)(**published.to_dict() | TINY_SHAPE)
     write(config, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

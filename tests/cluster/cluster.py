@@ -26,6 +26,7 @@ from local_runner.nodes import Addresses, LocalRun
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State, Supervisor
 from services.core.endpoints import Task
+from services.core.files import read_records
 from services.core.machine import CORES_VARIABLE
 from tests.cluster.network import Network
 from tests.tolerance import TYPE_VARIABLES, type_in_force
@@ -195,9 +196,7 @@ class Cluster:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The complete lines of metrics.jsonl."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return read_records(self.run_dir / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())

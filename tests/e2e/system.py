@@ -20,6 +20,7 @@ import psutil
 
 from local_runner import processes
 from services.core.endpoints import PROXY_VARIABLES
+from services.core.files import read_records
 from services.run_page.directory import Nodes, Run
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
@@ -129,9 +130,7 @@ class System:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The complete lines of metrics.jsonl."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return read_records(self.run_dir / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
@@ -141,7 +140,7 @@ class System:
 
     def samples(self) -> list[dict[str, Any]]:
         """The lines of samples.jsonl."""
-        return [json.loads(line) for line in (self.run_dir / "samples.jsonl").read_bytes().splitlines()]
+        return read_records(self.run_dir / "samples.jsonl")
 
     def verify(self) -> list[int]:
         """Has `grpo verify` compute steps again from the records; returns those that were equal to the bit: all."""

@@ -20,7 +20,7 @@ from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample
 from services.clients.agent_episodes import EpisodePlayer
 from services.clients.gateway import GatewayClient
-from services.clients.player import Score
+from services.clients.play import Score
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -173,12 +171,6 @@ async def ground(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A gateway in front of an engine that answers as the test says."""
     async with ground_on(chat_model, tmp_path / "gateway", monkeypatch) as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def math_agent() -> ModuleType:
-    """The built-in agent. Imported where it is used: the Agents SDK takes seconds, in each process that runs tests."""
-    return importlib.import_module("evaluation.math_agent")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Which models a command names, and which of them are the same."""
+"""Which model a command names, and which models are the same."""
 
 import json
 import shutil
@@ -9,8 +9,7 @@ import torch
 from safetensors.numpy import save_file
 from torch.utils.serialization import config as serialization
 
-from evaluation.checkpoints import Checkpoint, resolve
-from evaluation.plan import Plan, ServerOptions
+from evaluation.plan import Checkpoint, Plan, ServerOptions, resolve
 from evaluation.settings import EvaluationSettings
 from services.core.errors import ConfigurationError
 
@@ -31,29 +30,25 @@ def model(tmp_path):
     return make
 
 
-def test_steps_are_read_from_names_and_order_the_curve(model):
-    paths = [model(name) for name in ("checkpoint-200", "v000012", "step-000100")]
-    steps = [("v000012", 12), ("step-000100", 100), ("checkpoint-200", 200)]
-    assert [(c.name, c.step) for c in resolve([str(p) for p in paths], None)] == steps
+@pytest.mark.parametrize(("name", "step"), [("v000012", 12), ("step-000100", 100), ("checkpoint-200", 200)])
+def test_the_step_is_read_from_the_name(model, name, step):
+    checkpoint = resolve(str(model(name)), None)
+    assert (checkpoint.name, checkpoint.step) == (name, step)
 
 
-@pytest.mark.parametrize(("steps", "final"), [(12, [("model", 12)]), (10, [])])
-def test_a_run_gives_what_it_published_and_its_final_model_once(tmp_path, model, steps, final):
-    for name in ("run/policy/v000002", "run/policy/v000010", "run/model"):
+def test_a_run_gives_its_final_model_or_the_last_that_it_published(tmp_path, model):
+    for name in ("run/policy/v000002", "run/policy/v000010"):
         model(name)
-    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": steps}))
-    assert [(c.name, c.step) for c in resolve([], tmp_path / "run")] == [("v000002", 2), ("v000010", 10), *final]
+    last = resolve(None, tmp_path / "run")
+    assert (last.name, last.step) == ("v000010", 10)
+    model("run/model")
+    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": 12}))
+    final = resolve(None, tmp_path / "run")
+    assert (final.name, final.step) == ("model", 12)
 
 
-def test_directories_of_one_name_are_told_apart_by_those_above(model):
-    first, second = model("a/model"), model("b/model")
-    names = [c.name for c in resolve([str(first), str(second)], None)]
-    assert len(set(names)) == 2
-    assert all("/" not in name for name in names)
-
-
-def test_names_on_the_hub_are_taken_as_they_are():
-    [checkpoint] = resolve(["Qwen/Qwen2.5-0.5B-Instruct"], None)
+def test_a_name_on_the_hub_is_taken_as_it_is():
+    checkpoint = resolve("Qwen/Qwen2.5-0.5B-Instruct", None)
     assert (checkpoint.model, checkpoint.step) == ("Qwen/Qwen2.5-0.5B-Instruct", None)
     assert checkpoint.fingerprint() == "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -89,10 +84,10 @@ def test_weights_in_torchs_format_have_a_fingerprint_too(model):
 def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"has no config\.json"):
-        resolve([str(tmp_path / "empty")], None)
+        resolve(str(tmp_path / "empty"), None)
     for given in (tmp_path / "none", tmp_path / "empty"):
         with pytest.raises(ConfigurationError, match="has neither"):
-            resolve([], given)
+            resolve(None, given)
 
 
 def test_evaluations_of_two_runs_models_have_outputs_of_their_own(tmp_path, model, monkeypatch):
@@ -100,7 +95,7 @@ def test_evaluations_of_two_runs_models_have_outputs_of_their_own(tmp_path, mode
 
     def output(path):
         settings = EvaluationSettings(eval_output=tmp_path / "out")
-        given = {"models": [str(path)], "run_dir": None, "servers": ServerOptions(url="http://h"), "output": None}
+        given = {"model": str(path), "run_dir": None, "servers": ServerOptions(url="http://h"), "output": None}
         return Plan(settings, variables={}, **given).output.relative_to(tmp_path / "out")
 
     paths = [model(f"{run}/{name}") for run in ("runs/a", "runs/b") for name in ("model", "policy/v000002")]
@@ -114,8 +109,14 @@ def test_a_run_with_adapters_gives_its_merged_model(tmp_path, model):
     adapter = tmp_path / "run/policy/v000012"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
-    for names in ({"run_dir": tmp_path / "run", "models": []}, {"run_dir": None, "models": [str(adapter)]}):
+    for names in ({"run_dir": tmp_path / "run", "model": None}, {"run_dir": None, "model": str(adapter)}):
         with pytest.raises(ConfigurationError, match=r"v000012 has LoRA adapters only; merge them"):
             resolve(**names)
     model("run/model")
-    assert [c.name for c in resolve([], tmp_path / "run")] == ["model"]
+    assert resolve(None, tmp_path / "run").name == "model"
+
+
+def test_a_run_and_a_model_are_not_both_evaluated(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("DATASET", "arithmetic")
+    with pytest.raises(ConfigurationError, match="--model"):
+        Plan(EvaluationSettings(), model=str(model("m")), run_dir=tmp_path, servers=ServerOptions(url="http://h"))

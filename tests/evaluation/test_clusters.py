@@ -35,8 +35,8 @@ def test_vllm_serves_the_model_by_its_own_program(tmp_path: Path, monkeypatch: p
     options = ServerOptions(backend=Backend.VLLM, num_servers=2)
     variables = {"VLLM_FLAGS": "--max-model-len 2048"}
     settings = EvaluationSettings(jobgroup_token=SecretStr("secret"))
-    plan = Plan(settings, models=["some/model"], servers=options, variables=variables)
-    task, address = servers._engines(plan, "some/model", tmp_path)
+    plan = Plan(settings, model="some/model", servers=options, variables=variables)
+    task, address = servers._engines(plan, tmp_path)
     assert address is not None
     assert task.run.split() == [
         *("exec", "vllm", "serve", "some/model", "--served-model-name", "some/model", "--host", "127.0.0.1"),
@@ -95,19 +95,24 @@ def test_a_node_of_a_cluster_becomes_a_rollout_node_behind_the_first_ones_router
         assert "SKYPILOT_NUM_GPUS_PER_NODE" not in environment, "it is that of the machine that asks"
 
 
-@pytest.mark.slow
-def test_an_evaluation_runs_on_slurm_and_leaves_nothing(evaluate: Any, tiny_model: Path, slurm_path: str) -> None:
+def evaluated_on(scheduler: str, evaluate: Any, model: Path, **variables: str) -> Path:
+    """Evaluate on two servers of a cluster, check the results, and return the output's directory."""
     own = {"ROLLOUT_ENGINE": "embedded", **ARITHMETIC}
     options = [option for name, value in own.items() for option in ("--env", f"{name}={value}")]
-    given = ("--model", tiny_model, "--scheduler", "slurm", "--num-servers", "2", "--samples", "4", "--split", "all")
-    command = evaluate(*given, *options, PATH=slurm_path)
-    results = Results.model_validate(command.succeed())
-    assert results.left_out == {}
+    given = ("--model", model, "--scheduler", scheduler, "--num-servers", "2", "--samples", "4", "--split", "all")
+    command = evaluate(*given, *options, **variables)
+    assert Results.model_validate(command.succeed()).left_out == {}
     assert len(command.samples()) == 500
+    output: Path = command.output
+    return output
+
+
+@pytest.mark.slow
+def test_an_evaluation_runs_on_slurm_and_leaves_nothing(evaluate: Any, tiny_model: Path, slurm_path: str) -> None:
+    output = evaluated_on("slurm", evaluate, tiny_model, PATH=slurm_path)
 
     def is_over() -> bool:
-        marks = [p for p in psutil.process_iter() if str(command.output) in " ".join(_command_line(p))]
-        return not marks
+        return not [p for p in psutil.process_iter() if str(output) in " ".join(_command_line(p))]
 
     wait_until(is_over, "the end of Slurm's job", idle_seconds=IDLE_SECONDS)
 
@@ -147,10 +152,4 @@ def test_a_placed_node_has_free_ports_of_its_host(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.oracles
 def test_an_evaluation_runs_on_a_local_ray_cluster(evaluate: Any, tiny_model: Path) -> None:
-    own = {"ROLLOUT_ENGINE": "embedded", **ARITHMETIC}
-    options = [option for name, value in own.items() for option in ("--env", f"{name}={value}")]
-    given = ("--model", tiny_model, "--scheduler", "ray", "--num-servers", "2", "--samples", "4", "--split", "all")
-    command = evaluate(*given, *options)
-    results = Results.model_validate(command.succeed())
-    assert results.left_out == {}
-    assert len(command.samples()) == 500
+    evaluated_on("ray", evaluate, tiny_model)

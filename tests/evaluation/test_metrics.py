@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.metrics import (
+from evaluation.report import (
     accuracy,
     lengths,
     majority_at_k,

@@ -68,7 +68,7 @@ def test_a_prompt_has_the_same_tokens_and_score_inside_a_run_and_by_the_command(
     played.clear()
 
     settings = TrainerSettings.load(model_name=str(tiny_model), eval_prompts=PROMPTS, eval_samples=SAMPLES)
-    prompts = Plan(EvaluationSettings(), models=[str(tiny_model)]).examples(str(tiny_model))[""].prompts
+    prompts = Plan(EvaluationSettings(), model=str(tiny_model)).examples()[""].prompts
     data, scored = cast(DataClient, HeldOut(prompts)), RewardClient(parse_url(rewards))
     size = vocabulary_size(str(tiny_model), "MODEL_NAME")
     rollouts = RolloutClient(parse_url(engine), vocab_size=size, seed_each_completion=settings.engine_deterministic)

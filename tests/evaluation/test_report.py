@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from evaluation import report
-from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, SingleTurn
+from evaluation.plan import Checkpoint
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample, open_store
 from services.clients.rollout import SamplingParams
@@ -85,7 +85,7 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
     assert (results.over_limit, results.left_out) == (2, {"unscored": 1})
     assert report.Results.model_validate(results.model_dump()) == results
     printed = io.StringIO()
-    report.show(Console(file=printed, width=160), [results])
+    report.show(Console(file=printed, width=160), results)
     assert "d test, 5 of 12 prompts" in printed.getvalue()
     assert "left out: 1 unscored" in printed.getvalue()
     assert "counted as wrong, over a limit (samples.jsonl says which): 2" in printed.getvalue()
@@ -121,7 +121,7 @@ def test_sources_count_the_same_whatever_their_numbers_of_prompts() -> None:
     assert macro.stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 4) / 2)
     assert macro.low == pytest.approx(0.625 - 1.959964 * macro.stderr)
     printed = io.StringIO()
-    report.show(Console(file=printed, width=160), [results])
+    report.show(Console(file=printed, width=160), results)
     assert "m by source" in printed.getvalue()
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import yaml
 
-from evaluation import skypilot
+from evaluation import run as evaluation_run
 from evaluation.plan import Plan, Scheduler, ServerOptions
 from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
@@ -52,7 +52,7 @@ def group(tmp_path):
     """The file of a job group with three servers of two GPUs and a model of this machine."""
     (tmp_path / "mine").mkdir()
     variables = {"MODEL_NAME": "/models/mine", "EVAL_STOP": '["Q:", "\\n"]', "EVAL_SAMPLES": "8"}
-    text = skypilot.job_group("evaluate-mine", 3, 2, variables, {"/models/mine": str(tmp_path / "mine")})
+    text = evaluation_run.job_group("evaluate-mine", 3, 2, variables, {"/models/mine": str(tmp_path / "mine")})
     path = tmp_path / "group.yaml"
     path.write_text(text)
     return path
@@ -97,7 +97,7 @@ def answers(tmp_path, monkeypatch):
 def test_a_launched_job_is_followed_to_its_results(answers):
     answers(17, "")
     said = []
-    assert skypilot.launch("", {}, said.append) == {"metrics": {}}
+    assert evaluation_run.launch("", {}, said.append) == {"metrics": {}}
     assert "sky jobs cancel 17" in said[0]
     assert said[1:] == ["(evaluate) jobs logs 17 evaluate"]
 
@@ -112,23 +112,23 @@ def test_a_launched_job_is_followed_to_its_results(answers):
 def test_a_launch_without_results_gives_its_reason(answers, answer, error, told):
     answers(*answer)
     with pytest.raises(error, match=told):
-        skypilot.launch("", {}, lambda _: None)
+        evaluation_run.launch("", {}, lambda _: None)
 
 
 def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(skypilot, "job_group", lambda *given: loaded.append(given))
+    monkeypatch.setattr(evaluation_run, "job_group", lambda *given: loaded.append(given))
 
     texts = {"model": "/models/x", "name": "x", "fingerprint": "f", "dataset": "arithmetic", "split": "test"}
     finished = Results(**texts, step=None, workflow="single-turn", prompts=0, samples_per_prompt=0, metrics={})
-    monkeypatch.setattr(skypilot, "launch", lambda *_: finished.model_dump())
+    monkeypatch.setattr(evaluation_run, "launch", lambda *_: finished.model_dump())
     for name, value in {"DATASET": "arithmetic", "INSTRUCTION": "Compute.", "REWARD_FN": "exact_match"}.items():
         monkeypatch.setenv(name, value)
     own = tmp_path / "run" / "policy" / "v000003"
     shutil.copytree(tiny_model, own)
     servers = ServerOptions(scheduler=Scheduler.SKYPILOT)
     settings = EvaluationSettings(eval_stop=["Q:"], chat_template_args={"enable_thinking": False}, eval_samples=2)
-    plan = Plan(settings, models=[str(own)], run_dir=None, servers=servers, output=tmp_path / "out", variables={})
+    plan = Plan(settings, model=str(own), run_dir=None, servers=servers, output=tmp_path / "out", variables={})
     asyncio.run(evaluate_plan(plan))
     [(name, _, _, variables, uploads)] = loaded
     assert name == "evaluate-v000003"
@@ -147,14 +147,14 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
 
 FOLLOWED = """
 import threading, typer
-from evaluation import skypilot
+from evaluation import run
 from scripts import evaluate
 
 def launch(*_):
     print("follows the log", flush=True)
     threading.Event().wait()
 
-skypilot.launch = launch
+run.launch = launch
 typer.run(evaluate.main)
 """
 

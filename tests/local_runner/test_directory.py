@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from local_runner import clean, logs, status
+from local_runner import clean, status
 from scripts import chat, view
 from services.core.errors import EXIT_CONFIGURATION, exit_code_of
 from services.run_page.directory import RUNNING, Run, find_run
@@ -49,7 +49,7 @@ def test_a_run_is_named_by_id_or_directory_and_is_the_newest_by_default(given, f
 
 
 def shown(capfd, *names: str, **options) -> list[str]:
-    logs.main(list(names) or None, **options)
+    status.logs(list(names) or None, **options)
     return capfd.readouterr().out.splitlines()
 
 
@@ -72,9 +72,9 @@ def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):
 
     states = advance()
     monkeypatch.setattr(Run, "state", property(lambda _: next(states)))
-    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    monkeypatch.setattr(status, "POLL_SECONDS", 0)
     console = Console(file=io.StringIO(), width=100)
-    logs.show(console, Run(tmp_path), [], last=None, follow=True)
+    status.show_logs(console, Run(tmp_path), [], last=None, follow=True)
     shown = console.file.getvalue().splitlines()
     assert shown == ["2026-01-01T00:00:01 one", "ppo-trainer-0 │ 2026-01-01T00:00:02 two"]
 
@@ -83,7 +83,7 @@ def test_following_shows_nodes_that_start_later(tmp_path, monkeypatch):
     "named",
     [
         lambda: status.main("oldest", token=None),
-        lambda: logs.main(["oldest"]),
+        lambda: status.logs(["oldest"]),
         lambda: view.main(["newer", "oldest"]),
         lambda: clean.main(["oldest"]),
         lambda: chat.main("oldest"),

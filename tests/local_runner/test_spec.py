@@ -84,13 +84,13 @@ def test_durations_are_read_as_skypilot_writes_them(text, seconds):
         ("default: 30s", "default: soon", "termination_delay: 'soon' is not a duration"),
         ("replay-buffer: 2m", "replay: 2m", r"termination_delay names \['replay'\]"),
         ("max_restarts_on_errors", "max_restarts", "job_recovery of task ppo-trainer takes"),
-        ("run: serve", "run: serve\nrun: twice", r"repeated keys \['run'\]"),
+        ("run: serve", "run: serve\nrun: twice", "'run' is there twice"),
         ("run: serve", "setup: serve", "task replay-buffer has no `run`"),
         ("name: replay-buffer", "name: ppo-trainer", "different names"),
         ("MODEL_NAME: default", "MODEL_NAME: null", r"needs \['MODEL_NAME'\]; give --env MODEL_NAME=VALUE"),
         ('TOKEN: ""', "TOKEN: null", r"needs \['TOKEN'\]; give --secret TOKEN=VALUE"),
         ("num_nodes: 2", "num_nodes: 0", "has 0 nodes"),
-        ("run: serve", "run: [", "not valid YAML"),
+        ("run: serve", "run: [", "is not YAML"),
     ],
 )
 def test_an_invalid_job_group_is_refused(tmp_path, old, new, said):

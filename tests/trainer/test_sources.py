@@ -12,7 +12,7 @@ MIX = """
   max_new_tokens: 8
 - name: tools
   rollout: agent
-  agent: evaluation.math_agent:solve
+  agent: evaluation.multiplying_agent:solve
   group_size: 4
   agent_max_tokens: 700
 - name: guessing
@@ -49,7 +49,7 @@ def test_each_source_has_settings_of_its_own_and_the_limits_are_over_all(mix):
         Task.GATEWAY,
         Task.ENVIRONMENT_SERVER,
     )
-    assert settings.own_functions == {"AGENT of tools": "evaluation.math_agent:solve"}
+    assert settings.own_functions == {"AGENT of tools": "evaluation.multiplying_agent:solve"}
     assert settings.total_steps(train_prompts=1) == 5
     assert settings.schedule.counts(0, 4) == {"guessing": 1, "sums": 2, "tools": 1}
 

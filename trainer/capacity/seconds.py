@@ -1,6 +1,6 @@
 """The seconds in which engines generate a step's completions, and in which the trainer trains and publishes.
 
-``grpo launch`` balances the numbers of nodes by them. They follow from the cards' data sheets and from the constants
+``grpo launch`` prints them and chooses the mode by them. They follow from the cards' data sheets and from the constants
 below, whose docstrings say what was measured.
 """
 
@@ -83,12 +83,6 @@ class StepSeconds:
     def asynchronous(self) -> float:
         """Seconds in which asynchronous training with MAX_STALENESS=1 learns as much as in a synchronous step."""
         return STALE_UPDATES * max(self.generate, self.train + self.publish)
-
-    @property
-    def busy(self) -> float:
-        """The work of the less busy of engines and trainer, as a share of the other's, in asynchronous training."""
-        learn = self.train + self.publish
-        return min(learn, self.generate) / max(learn, self.generate)
 
 
 def generate_seconds(shape: ModelShape, batch: Batch, card: Card, gpus: int, engines: int) -> float:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.core.errors import ConfigurationError, first_line
 from trainer.model.attention import obstacle_to_trees
 from trainer.model.loading import decoder_layers
+from trainer.model.recurrent import is_recurrent, mixes_by_states, without_kernels
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,13 @@ class ModelShape:
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
     is_bfloat16: bool
     """True when the checkpoint has bfloat16 numbers, by its configuration."""
+    norms: int = 2
+    """Norms of a layer's states; Gemma has one before and one after each part of a layer."""
     needs_rows: bool = False
     """True when the model cannot be computed over trees of tokens."""
+    recurrent_layers: int = 0
+    mixer_bytes: int = 0
+    """Bytes that autograd keeps of a token where a recurrent layer mixes tokens."""
     teachers: tuple[ModelShape, ...] = ()
     """Frozen models that a run keeps beside this one, which it trains."""
 
@@ -63,11 +70,13 @@ class ModelShape:
         heads = config.num_attention_heads
         experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
         linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
+        obstacle = obstacle_to_trees(config)
+        recurrent = [layer for layer in layers if is_recurrent(config) and not obstacle and mixes_by_states(layer)]
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=experts * config.moe_intermediate_size
-            if experts and hasattr(config, "moe_intermediate_size")
+            intermediate=experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+            if experts
             else config.intermediate_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -80,8 +89,42 @@ class ModelShape:
             root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
-            needs_rows=bool(obstacle_to_trees(config)),
+            norms=max(2, *(sum(_is_norm(part, config.hidden_size) for part in layer.children()) for layer in layers)),
+            needs_rows=bool(obstacle),
+            recurrent_layers=len(recurrent),
+            mixer_bytes=_mixer_bytes(recurrent[0], config.hidden_size) if recurrent else 0,
         )
+
+
+def _is_norm(module: nn.Module, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.shape == (width,)
+
+
+def _mixer_bytes(layer: nn.Module, width: int) -> int:
+    """Return the bytes that autograd keeps of a token in a recurrent layer's mixer, in float32.
+
+    They are counted with transformers' functions in PyTorch, without data. Kernels keep less, in bfloat16 about half of
+    it is kept. A branch of a tree keeps a state more, which is less than a hundredth for branches of 100 tokens.
+    """
+    mixer = next(part for part in layer.modules() if any(isinstance(child, nn.Conv1d) for child in part.children()))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return x
+
+    with torch.device("meta"), without_kernels(mixer), saved_tensors_hooks(keep, lambda x: x):
+        output = mixer(torch.empty(1, COUNTED_TOKENS, width))  # until it is freed, no other tensor gets a place in kept
+    for parameter in mixer.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    del output
+    return sum(kept.values()) // COUNTED_TOKENS
+
+
+COUNTED_TOKENS = 1024
+"""Tokens of a count: whole chunks of every recurrence."""
 
 
 def count(module: nn.Module) -> int:
@@ -119,6 +162,7 @@ _UNTIED = _TIED | {"tie_word_embeddings": False}
 _MODELS: dict[str, tuple[str, type[PretrainedConfig], tuple[int, ...], dict[str, Any]]] = {
     "0.5B": ("Qwen/Qwen2.5-0.5B-Instruct", Qwen2Config, (151936, 896, 4864, 24, 14, 2), _TIED),
     "1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", Qwen2Config, (151936, 1536, 8960, 28, 12, 2), _TIED),
+    "1.7B": ("Qwen/Qwen3-1.7B", Qwen3Config, (151936, 2048, 6144, 28, 16, 8), _TIED | {"head_dim": 128}),
     "7B": ("Qwen/Qwen2.5-7B-Instruct", Qwen2Config, (152064, 3584, 18944, 28, 28, 4), _UNTIED),
     "Llama-8B": ("meta-llama/Llama-3.1-8B-Instruct", LlamaConfig, (128256, 4096, 14336, 32, 32, 8), _UNTIED),
     "8B": ("Qwen/Qwen3-8B", Qwen3Config, (151936, 4096, 12288, 36, 32, 8), _UNTIED | {"head_dim": 128}),

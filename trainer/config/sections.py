@@ -511,8 +511,9 @@ class MemorySection(MemorySettings):
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
     attention_kernel: Literal["triton", "flash"] = "triton"
-    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer.
-    No GPU has run it here yet: compare both with `make bench-gpu BENCH="--only attention"` first. [advanced]"""
+    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer,
+    for models without windows, caps or sinks. No GPU has run it here yet: compare both with
+    `make bench-gpu BENCH="--only attention"` first. [advanced]"""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
     cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory
@@ -529,12 +530,14 @@ class MemorySection(MemorySettings):
     layout: Layout = Layout.AUTO
     """`tree`: tokens that completions of a prompt share are computed once, in the trainer's own attention. `rows`: each
     completion is a row with its prompt, padded on the right, in the model's own forward pass, which takes every causal
-    language model of transformers. `auto`: trees for families whose attention the trainer knows (Llama, Qwen2, Qwen3
-    and others without windows, caps or recurrent layers), otherwise rows."""
+    language model of transformers. `auto`: trees for families whose layers the trainer knows (Llama, Qwen2, Qwen3,
+    Gemma, gpt-oss and others; the recurrent layers of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H), otherwise
+    rows."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
     than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
-    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that."""
+    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that. Models with
+    recurrent layers need 1."""
 
 
 class PublishingSection(Settings):
@@ -545,10 +548,8 @@ class PublishingSection(Settings):
     volume all the same. `local`: in memory that the trainer shares with engines on its host; whole weights only."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
-    with the chance that makes their mean exact. The trainer computes with the rounded weights, too."""
-    save_type: PublishedType | None = None
-    """The same for the trained model in the run directory; `float32` saves the master weights. Unset: PUBLISH_TYPE, so
-    that it is the last published version byte for byte; with LORA_RANK float32. [advanced]"""
+    with the chance that makes their mean exact. The trainer computes with the rounded weights, too. The trained model
+    in the run directory is the last published version byte for byte; merged adapters are float32."""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.

@@ -275,9 +275,7 @@ class TrainerSettings(
 
     @property
     def saved_type(self) -> PublishedType:
-        """The number format of the trained model: SAVE_TYPE, or the published one; of merged adapters float32."""
-        if self.save_type is not None:
-            return self.save_type
+        """The number format of the trained model: the published one; of merged adapters float32."""
         return PublishedType.FLOAT32 if self.lora_rank else self.publish_type
 
     @property

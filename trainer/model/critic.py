@@ -152,7 +152,7 @@ class CriticLearner:
         def write(hidden: Path) -> None:
             description = self.policy.description
             assert description is not None, "rank 0 has it"
-            config = copy.deepcopy(description.config)
+            config = copy.deepcopy(description.config.get_text_config())
             config.dtype, config.num_labels = torch.float32, 1
             names = config.architectures or []
             config.architectures = [name.replace("ForCausalLM", "ForTokenClassification") for name in names]

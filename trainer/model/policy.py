@@ -38,7 +38,7 @@ from services.core.machine import Compute, ComputeType
 from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
-from trainer.model.attention import SharedLayout
+from trainer.model.attention import SharedLayout, windows_of
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
     Description,
@@ -52,6 +52,7 @@ from trainer.model.loading import (
 )
 from trainer.model.logprobs import Lesson, LogitForm, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import is_recurrent
 from trainer.model.rounding import Masters, NearestRounding, Rounding, UnbiasedRounding
 from trainer.model.sharding import reshard, shard
 
@@ -297,11 +298,13 @@ def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
         rows = {"input_ids": batch.input_ids[batch.layout.paths], "attention_mask": batch.layout.mask()}
         states = decoder(**rows, use_cache=False).last_hidden_state.flatten(0, 1)
         return cast("Tensor", states.index_select(0, batch.layout.places[batch.predict_rows]))
-    layout: Any = batch.layout.prepared()
+    layout: Any = batch.layout.prepared(windows_of(decoder.config))
     if batch.context.size > 1:
-        layout = SharedLayout(layout, batch.context.group)
-    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+        layout = SharedLayout(layout, batch.context.group, batch.context.rank)
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], "layout": layout}
+    if is_recurrent(decoder.config):
+        inputs["seq_idx"] = batch.segments
+    states = decoder(**inputs, use_cache=False).last_hidden_state[0]
     # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
     return cast("Tensor", states.index_select(0, batch.predict_rows))
 
@@ -378,10 +381,11 @@ def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) 
             f"LORA_RANK: {model.config.model_type} keeps several tensors of its checkpoint in one parameter "
             f"({_listed('such as', fused)}), and engines load no adapters of those; train it with LORA_RANK=0"
         )
-    there = _names_in_files(model_name)
-    if there is None:
+    files = _files_by_name(model_name)
+    if files is None:
         log.warning("the names of the checkpoint's tensors cannot be read and compared", model=model_name)
         return
+    there = set(files)
     tied = _tied(model)  # They may lie in the files once or twice.
     ignored = [re.compile(pattern) for pattern in (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))]
     missing = [
@@ -404,7 +408,18 @@ def _tied(model: PreTrainedModel) -> set[str]:
     return {name for alike in names.values() if len(alike) > 1 for name in alike}
 
 
-def _names_in_files(model_name: str) -> set[str] | None:
+def untrained_files(model: PreTrainedModel, model_name: str) -> dict[str, set[str]]:
+    """Return the names of a checkpoint's tensors that are not among the model's parameters, by their file."""
+    trained = set(in_checkpoint(model, {name: p.to("meta") for name, p in model.named_parameters()})) | _tied(model)
+    found: dict[str, set[str]] = {}
+    for name, file in (_files_by_name(model_name) or {}).items():
+        if name not in trained:
+            found.setdefault(file, set()).add(name)
+    return found
+
+
+def _files_by_name(model_name: str) -> dict[str, str] | None:
+    """Return the file of each tensor of a checkpoint; None if they cannot be read without the weights."""
     for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         path = cached_file(
             model_name,
@@ -416,8 +431,9 @@ def _names_in_files(model_name: str) -> set[str] | None:
             continue
         if file == SAFE_WEIGHTS_NAME:
             with safe_open(path, framework="pt") as opened:
-                return set(opened.keys())
-        return set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
+                return dict.fromkeys(opened.keys(), file)
+        found: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        return found
     return None
 
 

@@ -14,24 +14,34 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.serialization._torch
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import replace_directory
+from services.core.logs import get_logger
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
+from trainer.config import TrainerSettings
 from trainer.model.gathering import gather_state
-from trainer.model.policy import Policy
+from trainer.model.policy import Policy, untrained_files
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 
+log = get_logger(__name__)
+
+UNTRAINED = "untrained.safetensors"
+"""The tensors of an image model that are not trained: a file of the run, and of every model that it saves."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """System errors of a full device and of a full quota."""
 
@@ -110,6 +120,37 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, rounding: Rou
     ranks.on_main(lambda: write_whole(directory, write), DiskFullError)
 
 
+def keep_untrained(policy: Policy, settings: TrainerSettings) -> None:
+    """Keep the untrained tensors of an image model in a file of the run. For rank 0, before anything is saved.
+
+    Every model that the run saves links to it, so that it opens as the image model that it was.
+
+    Raises:
+        ConfigurationError: the checkpoint's files are not safetensors.
+        DiskFullError: the disk is full.
+    """
+    assert policy.description is not None, "rank 0 has it"
+    config, name = policy.description.config, settings.model_name
+    if config.get_text_config() is config or policy.has_adapters:
+        return
+    files = untrained_files(policy.causal_lm(), name)
+    if not files or not all(file.endswith(".safetensors") for file in files):
+        raise ConfigurationError(
+            f"MODEL_NAME: {name} is an image model whose vision tower cannot be kept, because its files are not "
+            "safetensors; give a checkpoint that has them, or its language model alone"
+        )
+    kept: dict[str, Tensor] = {}
+    for file, names in files.items():
+        with safe_open(str(cached_file(name, file)), framework="pt") as opened:
+            kept |= {tensor: opened.get_tensor(tensor) for tensor in names}
+    path = settings.run_dir / UNTRAINED
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(kept, path, metadata={"format": "pt"})
+    policy.description = replace(policy.description, untrained=path)
+    log.info("the text of an image model is trained; the rest is kept as it is", tensors=len(kept), file=str(path))
+
+
 def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
     """Write a model directory: weights, configuration, generation defaults and tokenizer. For rank 0.
 
@@ -121,6 +162,7 @@ def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
         _save_description(policy, directory, dtype)
         follow_umask(directory, "config.json")
+        _add_untrained(policy, list(state), directory)
 
 
 def write_adapter(policy: Policy, state: dict[str, Tensor], directory: Path) -> None:
@@ -143,11 +185,35 @@ def follow_umask(directory: Path, config_file: str) -> None:
         file.chmod(mode)
 
 
+def _add_untrained(policy: Policy, trained: list[str], directory: Path) -> None:
+    """Link the run's file of untrained tensors into a model directory, and list them in its index."""
+    assert policy.description is not None, "only rank 0 saves"
+    source = policy.description.untrained
+    if source is None:
+        return
+    try:
+        (directory / UNTRAINED).hardlink_to(source)
+    except OSError:  # Another file system, or one without links.
+        shutil.copy(source, directory)
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if index.exists():
+        content: dict[str, Any] = json.loads(index.read_text("utf-8"))
+    else:
+        # Readers take a file of the usual name for the whole model.
+        (directory / SAFE_WEIGHTS_NAME).rename(directory / "trained.safetensors")
+        content = {"metadata": {}, "weight_map": dict.fromkeys(trained, "trained.safetensors")}
+    with safe_open(source, framework="pt") as opened:
+        content["weight_map"] |= dict.fromkeys(opened.keys(), UNTRAINED)
+    index.write_text(json.dumps(content), "utf-8")
+
+
 def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     assert policy.description is not None, "only rank 0 saves, and only the policy in training"
     config = copy.deepcopy(policy.description.config)
     config.dtype = dtype
-    config.architectures = [type(policy.causal_lm()).__name__]
+    if policy.description.untrained is None:
+        config = config.get_text_config()
+        config.architectures = [type(policy.causal_lm()).__name__]
     config.save_pretrained(directory)
     generation = getattr(policy.causal_lm(), "generation_config", None)
     if generation is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from services.clients.data import DataClient
-from services.clients.player import evaluation_seed
+from services.clients.play import evaluation_seed
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger

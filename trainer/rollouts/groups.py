@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from services.agents import AgentFailedError
 from services.clients.environment import EnvironmentClient
-from services.clients.player import scored
+from services.clients.play import scored
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.teacher import TeacherClient

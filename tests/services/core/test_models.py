@@ -32,33 +32,29 @@ models.download_model(os.environ["MODEL"])
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Hub]:
-    """The hub, with one model."""
+def hub(tmp_path: Path) -> Iterator[tuple[Hub, dict[str, str]]]:
+    """The hub, with one model, and the variables with which processes ask it; all share a cache."""
     directory = tmp_path / "hub"
     directory.mkdir()
     for name, content in FILES.items():
         (directory / name).write_bytes(content)
     (directory / "pytorch_model.bin").write_bytes(b"what nobody reads")
-    with serving(directory, tmp_path / "cache") as (server, _):
-        yield server
+    with serving(directory, tmp_path / "cache") as found:
+        yield found
 
 
 @pytest.fixture
-def start(served: Hub, tmp_path: Path) -> Iterator[object]:
-    """Start a process that wants the model; all share a cache."""
+def served(hub: tuple[Hub, dict[str, str]]) -> Hub:
+    return hub[0]
+
+
+@pytest.fixture
+def start(hub: tuple[Hub, dict[str, str]]) -> Iterator[object]:
+    """Start a process that wants the model."""
     started = []
 
     def process(model: str = MODEL, *, node: str = "", lease: float = 60.0, **variables: str) -> subprocess.Popen[str]:
-        environment = os.environ | {
-            "HF_ENDPOINT": served.url,
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "MODEL": model,
-            "NODE": node,
-            "LEASE": str(lease),
-            **variables,
-        }
+        environment = os.environ | hub[1] | {"MODEL": model, "NODE": node, "LEASE": str(lease), **variables}
         started.append(
             subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stderr=subprocess.PIPE, text=True)
         )

@@ -41,7 +41,9 @@ def running(
     process = subprocess.Popen(["bash", "-c", f"{shlex.quote(sys.executable)} -m {module}; exit $?"], env=environment)
     try:
         shell = psutil.Process(process.pid)
-        yield process, wait_until(lambda: next(iter(shell.children()), None), "the program runs", every=0.02)
+        # One that ends soon may be over before anybody looks.
+        wait_until(lambda: shell.children() or process.poll() is not None, "the program runs", every=0.02)
+        yield process, next(iter(shell.children()), shell)
     finally:
         for one in psutil.Process(process.pid).children() if process.poll() is None else []:
             one.kill()

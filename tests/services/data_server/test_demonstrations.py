@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from services.chat.tokenizers import load_tokenizer, tokenizer_digest
@@ -16,6 +14,7 @@ from services.data_server.dataset import Dataset, load
 from services.data_server.settings import DataSettings
 from services.protocol.groups import GroupFileHead, group_file
 from services.protocol.prompts import Demonstration, Split
+from tests.rows import write_rows
 from tests.sequences import make_group, trained_sequence
 from tests.services.data_server.conftest import save_ending_tokenizer
 
@@ -39,11 +38,7 @@ def base(base_model: str) -> str:
 
 
 def loaded(tmp_path: Path, model: str, rows: list[Any], *, parquet: bool = False, **settings: Any) -> Dataset:
-    path = tmp_path / ("rows.parquet" if parquet else "rows.jsonl")
-    if parquet:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / ("rows.parquet" if parquet else "rows.jsonl"), rows)
     return load(DataSettings(**{"dataset": str(path), "method": "sft", "model_name": model, **settings}))
 
 

@@ -88,8 +88,8 @@ def test_columns_of_a_schema_have_a_defined_form_in_json_and_binary_ones_are_lef
         "big": pa.array([2**64 - 1, 1], pa.uint64()),
         "nested": [{"a": [1, None], "b": "x"}, {"a": [], "b": None}],
         "kind": pa.array(["x", "y"]).dictionary_encode(),
-        "image": [b"\x00\xff", b""],
-        "images": [{"bytes": b"\x00"}, None],
+        "photo": [b"\x00\xff", b""],
+        "photos": [{"bytes": b"\x00"}, None],
         "took": pa.array([datetime.timedelta(seconds=1)] * 2),
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
@@ -125,6 +125,19 @@ def test_rows_of_a_schema_that_have_nan_are_left_out_with_the_number_of_the_firs
     rows = [{"question": f"q{i}", "answer": str(i), "nested": [{"n": n}]} for i, n in enumerate(numbers)]
     source = sources.load(DataSettings(dataset=str(write_rows(tmp_path / "rows.parquet", rows))))
     assert (source.refused, source.first_refused) == ({"NaN or infinity": 2}, {"NaN or infinity": 2})
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("column", "some", "none"), [("images", ["a.png"], []), ("image", b"\x89PNG", None)])
+def test_rows_with_images_are_left_out_with_the_number_of_the_first(
+    tmp_path: Path, suffix: str, column: str, some: Any, none: Any
+) -> None:
+    if suffix == ".jsonl" and isinstance(some, bytes):
+        some = {"path": "a.png"}
+    rows = [{"question": f"q{i}", "answer": "1", column: some if i in (2, 4) else none} for i in range(6)]
+    source = sources.load(DataSettings(dataset=str(write_rows(tmp_path / f"rows{suffix}", rows))))
+    [(reason, first)] = source.first_refused.items()
+    assert (source.refused[reason], first, reason.split(",")[0]) == (2, 2, "images")
 
 
 PLAIN = [{"question": f"q{i}", "answer": str(i), "category": "a"} for i in range(6)]

@@ -212,7 +212,7 @@ HOSTILE = {
 
 @pytest.mark.slow
 async def test_hostile_programs_cost_their_episode_only(sandbox: Any) -> None:
-    async with sandbox(cpu_seconds=1.0, environment_step_seconds=30.0) as client:
+    async with sandbox(cpu_seconds=1.0) as client:
 
         async def attack(name: str) -> None:
             program, says = HOSTILE[name]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE
+from scripts.models import CHAT_TEMPLATE, RESPONSE_TEMPLATE
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
@@ -24,6 +24,8 @@ SPECIALS = {
     "qwen3": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "smollm2": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "demo": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+    "gemma4": ("<bos>", "<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"),
     "llama3": ("<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 """The special tokens by model; the last one ends a turn."""
@@ -55,7 +57,7 @@ def make_model(directory: Path, name: str) -> Path:
     )
     # Line breaks before and after words, so that merges reach across the boundaries of turns where nothing stops them.
     tokenizer.train_from_iterator([template.replace("\\n", "\n"), "user\nassistant\n\nanswer\n\n" * 50], trainer)
-    if name != "llama3":
+    if name not in ("llama3", "harmony", "gemma4"):
         tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<tool_call>", "</tool_call>")])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=specials[-1], pad_token=specials[0])
     fast.chat_template = template
@@ -137,7 +139,9 @@ def gateway(
 
         def answer(_request: dict[str, Any]) -> list[int]:
             text = texts.pop(0) if len(texts) > 1 else texts[0]
-            return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            has_end = ids and tokenizer.decode(ids[-1:]) in ("<|call|>", "<|return|>")
+            return [*ids, *([] if has_end else [tokenizer.eos_token_id])]
 
         async with running(FakeEngine(answer)) as engine:
             monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({"rollout-server-0:30000": f"127.0.0.1:{engine.port}"}))

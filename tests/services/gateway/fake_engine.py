@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-import uvicorn
+
+from services.http.server import serving
 
 Reply = dict[str, Any] | int
 """A body, or a status without one."""
@@ -94,14 +93,6 @@ def logprob(prompt_ids: list[int], place: int) -> float:
 @asynccontextmanager
 async def running(engine: FakeEngine) -> AsyncIterator[FakeEngine]:
     """Serve the engine on a free port of this machine."""
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        engine.port = listener.getsockname()[1]
-        config = uvicorn.Config(engine, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=60)  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield engine
-        finally:
-            server.should_exit = True
-            await task
+    async with serving(engine, timeout_keep_alive=60) as url:
+        engine.port = int(url.rpartition(":")[2])
+        yield engine

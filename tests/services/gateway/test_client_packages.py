@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.services.gateway.client_service import QUESTION, THANKS, Service, add, serving_clients
+from tests.services.gateway.client_service import QUESTION, THANKS, Service, serving_clients
 from tests.services.gateway.conftest import ADD
-from tests.waiting import IDLE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -67,32 +64,6 @@ def test_anthropic_sync(service: Service) -> None:
     elsewhere = anthropic.Anthropic(base_url=f"{service.url}/sessions/nobody", api_key="nobody")
     with pytest.raises(anthropic.NotFoundError):
         elsewhere.messages.create(messages=messages, **asked)
-
-
-async def test_anthropic_async_with_its_own_tool_loop(service: Service) -> None:
-    import anthropic
-
-    for streams in (False, True):
-        session = service.open()
-        client = anthropic.AsyncAnthropic(base_url=f"{service.url}/sessions/{session}", auth_token="any", api_key=None)
-
-        @anthropic.beta_async_tool(name="add")
-        async def tool(a: int, b: int) -> str:
-            """Adds.
-
-            Args:
-                a: a number
-                b: a number
-            """
-            return add(a, b)
-
-        options: Any = {"stream": True} if streams else {}
-        runner: Any = client.beta.messages.tool_runner(
-            model="m", max_tokens=100, messages=[{"role": "user", "content": QUESTION}], tools=[tool], **options
-        )
-        final = await runner.until_done()
-        assert final.content[0].text == "It is 42."
-        service.check(session, 2)
 
 
 def test_openai_responses_sync(service: Service) -> None:
@@ -170,26 +141,3 @@ async def test_openai_chat_completions_async_and_sync(service: Service) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert [*texts.values()] == [choice.message.content for choice in whole.choices] == ["Bye.", "Bye."]
-
-
-CURL = r"""
-set -euo pipefail
-messages='{"role": "user", "content": "Hello"}'
-for turn in 1 2 3; do
-  reply=$(curl --silent --show-error --fail-with-body --noproxy '*' "$OPENAI_BASE_URL/chat/completions" \
-    -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" \
-    -d "{\"model\": \"m\", \"messages\": [$messages]}")
-  answer=$(sed 's/.*"content":"\([^"]*\)".*/\1/' <<< "$reply")
-  echo "$answer"
-  messages+=", {\"role\": \"assistant\", \"content\": \"$answer\"}, {\"role\": \"user\", \"content\": \"Go on\"}"
-done
-"""
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_curl_in_a_loop(service: Service) -> None:
-    session = service.open()
-    environment = {"PATH": "/usr/bin:/bin", "OPENAI_BASE_URL": f"{service.url}/v1", "OPENAI_API_KEY": session}
-    told = subprocess.run(["bash", "-c", CURL], env=environment, capture_output=True, text=True, timeout=IDLE_SECONDS)
-    assert (told.stdout, told.stderr, told.returncode) == ("Bye.\n" * 3, "", 0)
-    service.check(session, 3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import httpx
 import openai
 import orjson
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from services.clients.agent_episodes import RetryingTransport
@@ -22,6 +19,7 @@ from services.core.tasks import Stopwatch
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session
 from services.gateway.tree import Call
+from services.http.server import serving as serving_on_a_port
 from services.protocol.base import derive_seed
 from services.relay import Relay
 from tests.services.conftest import Serving
@@ -43,15 +41,11 @@ def serving() -> Serving:
         assert token is None
         async with app.router.lifespan_context(app):
             await wait_ready(app)
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
-                server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-                task = asyncio.create_task(server.serve(sockets=[listener]))
-                url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-                async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=IDLE_SECONDS) as client:
-                    yield client
-                server.should_exit = True
-                await task
+            async with (
+                serving_on_a_port(app) as url,
+                httpx.AsyncClient(base_url=url, trust_env=False, timeout=IDLE_SECONDS) as client,
+            ):
+                yield client
 
     return serve
 

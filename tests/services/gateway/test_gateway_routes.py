@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.chat.messages import parse_calls
+from services.chat.answers import parse_calls
 from services.protocol.sessions import Trace
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.waiting import eventually

@@ -133,14 +133,6 @@ def ask(admission: Admission, number: int, in_flight: int = 0, most: int = BATCH
     )
 
 
-def test_without_staleness_a_batch_is_begun_when_the_last_one_has_been_trained_on(admission: Admission) -> None:
-    asked = ask(admission, 0, staleness=0)
-    admission.admit(waiting=0, leased=BATCH)
-    assert asked.places == 0
-    admission.admit(waiting=0, leased=0)
-    assert asked.places == BATCH
-
-
 def test_a_collector_takes_no_more_than_its_share_while_others_are_there(admission: Admission) -> None:
     ask(admission, 0)
     ask(admission, 1, most=0)

@@ -61,7 +61,6 @@ REFUSED = [
     ("/queue", {"groups": "all"}),
     ("/groups/sample", {"batch_size": 0}),
     ("/groups/sample", {"batch_size": 4, "exponent": -1}),
-    ("/groups/sample", {"batch_size": 4, "exponent": -1}),
     ("/groups/priorities", {"priorities": {"a": -1}}),
     ("/queue/lease", {"max_groups": 0}),
     ("/queue/lease", {"max_groups": 1, "lease_seconds": 0}),

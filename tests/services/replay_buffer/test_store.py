@@ -8,16 +8,20 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 
 from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
+from services.protocol.groups import Group
 from services.protocol.replay import FlatExperience, SampleExperiencesRequest
 from services.replay_buffer import store
+from services.replay_buffer.app import create_app
 from services.replay_buffer.database import Database
 from services.replay_buffer.settings import ReplaySettings
+from tests.waiting import eventually
 
 
 def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> None:
@@ -34,20 +38,6 @@ def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> Non
     assert parts.store.add([group("a")], None).duplicates == 1
     assert parts.queue.enqueue([group("d"), group("e")], None).added == 1
     assert parts.store.add([group("e")], None).duplicates == 1
-
-
-def test_a_restart_finds_everything_as_it_was(buffer: Any, group: Any) -> None:
-    parts = buffer()
-    parts.store.add([group(f"g{i}", version=i) for i in range(20)], [float(i) for i in range(20)])
-    parts.store.update_priorities({"g3": 33.0, "unknown": 1.0})
-    drawn = parts.sample(8, seed=4)
-    stored = parts.stored()
-    parts = buffer()
-    assert parts.stored() == stored
-    assert parts.stored()["g3"] == 33.0
-    assert parts.sample(8, seed=4) == drawn
-    assert parts.store.groups.newest_version() == 19
-    assert parts.store.database.execute("PRAGMA synchronous").fetchone() == (2,), "through a loss of power, too"
 
 
 def test_a_group_without_a_priority_gets_the_highest(buffer: Any, group: Any) -> None:
@@ -122,7 +112,9 @@ def test_a_write_that_fails_changes_nothing(buffer: Any, group: Any, monkeypatch
     assert parts.contents() == 1
     assert parts.store.add([group("b")], None).added == 1
     assert parts.stored() == {"a": 1.0, "b": 1.0}
-    assert list(buffer().stored()) == ["a", "b"]
+    parts = buffer()
+    assert list(parts.stored()) == ["a", "b"]
+    assert parts.store.database.execute("PRAGMA synchronous").fetchone() == (2,), "through a loss of power, too"
 
 
 def test_the_file_grows_as_needed_up_to_what_is_allowed(buffer: Any, group: Any) -> None:
@@ -222,3 +214,35 @@ def test_a_buffer_of_an_earlier_format_is_refused(buffer: Any, tmp_path: Path) -
         database.execute("CREATE TABLE contents (sequence INTEGER PRIMARY KEY, data BLOB)")
     with pytest.raises(ConfigurationError, match="format is 0"):
         buffer()
+
+
+# --- a damaged database ----------------------------------------------------------------------------------------------
+
+
+ASK = {"batch_size": 40}
+
+
+@pytest.fixture
+async def directory(serving: Any, group: Callable[..., Group], tmp_path: Path) -> Path:
+    """The directory of a replay buffer that held some groups and ended."""
+    where = tmp_path / "replay"
+    async with serving(create_app(ReplaySettings(replay_dir=where))) as client:
+        for number in range(40):
+            made = group(f"g{number}", tokens=2000).model_dump(mode="json")
+            route = "/groups" if number % 2 else "/queue"
+            assert (await client.post(route, json={"groups": [made]})).status_code == 200
+    return where
+
+
+async def test_half_a_database_fails_the_service_once_it_shows(directory: Path) -> None:
+    file = directory / "replay-buffer.sqlite"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    app = create_app(ReplaySettings(replay_dir=directory))
+    lifecycle = app.state.lifecycle
+    async with app.router.lifespan_context(app):
+        await eventually(lambda: lifecycle.ready.is_set() or lifecycle.failure is not None)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replay") as client:
+            await client.post("/groups/sample", json=ASK)
+    assert isinstance(lifecycle.failure, ConfigurationError)
+    assert str(directory) in str(lifecycle.failure)

@@ -81,14 +81,6 @@ def test_a_number_is_right_in_whatever_spelling_and_other_expressions_are_left_t
     assert {pair: one for pair, one in found.items() if one is not verdict} == {}
 
 
-def test_an_open_box_counts_only_where_the_response_was_not_cut() -> None:
-    assert judge(r"\boxed{5", "5").verdict is Verdict.RIGHT
-    # Cut at its length limit, the 5 may be the beginning of 57.
-    assert judge(r"so it is \boxed{5", "57", truncated=True).verdict is not Verdict.RIGHT
-    assert judge(r"\boxed{4} and \boxed{5", "5").verdict is Verdict.RIGHT
-    assert judge(r"\boxed{4} and \boxed{5", "4", truncated=True).verdict is Verdict.WRONG
-
-
 CUT = {
     "#### 1": ["1"],
     "#### 1 1": ["1", "11"],
@@ -100,6 +92,8 @@ CUT = {
     "so 3 + 4 = 7": ["7"],
     r"\boxed{1\frac{1}{2}": ["1.5", "1", "0.5", "2"],
     r"\boxed{1\frac{1}{2": ["1.5", "1", "0.5", "2"],
+    r"so it is \boxed{5": ["57", "5"],
+    r"\boxed{4} and \boxed{5": ["4"],
     "<answer>3": ["3"],
     "<answer>3 apples and": ["3"],
     "<answer>4</answer>, no: <answer>3 ": ["4", "3"],

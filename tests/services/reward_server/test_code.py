@@ -427,11 +427,6 @@ def test_without_a_sandbox_neither_the_server_starts_nor_the_check_of_the_functi
             attempt()
 
 
-def test_a_setting_that_is_wrong_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="SANDBOX"):
-        RewardSettings.load(sandbox="docker")
-
-
 def test_a_dry_run_refuses_a_row_whose_tests_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [
         ("lines/train/0", {"ground_truth": json.dumps(CALLS["tests"])}),

@@ -40,3 +40,10 @@ def gradient_of(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     at = at.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(at).sum(), at)
     return gradient
+
+
+def distributions(n: int, tokens: int) -> list[Tensor]:
+    """Return ``n`` log-probability distributions over so many tokens, not far from each other."""
+    common = torch.randn(tokens, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    noise = [torch.randn(tokens, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(n)]
+    return [(common + 0.3 * x).log_softmax(0) for x in noise]

@@ -12,19 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.trainer.algorithm.formulas import gradient_of, losses_by_formula
+from tests.trainer.algorithm.formulas import distributions, gradient_of, losses_by_formula
 from tests.trainer.ragged import Ragged, random_ragged
 from trainer.algorithm.loss import KL_LIMIT, StepSize, aggregate, k3, kl_penalty
 from trainer.algorithm.methods import Aggregation
 
 SEEDS = range(5)
-
-
-def distributions(n: int) -> list[Tensor]:
-    """Return ``n`` log-probability distributions over 50 tokens, not far from each other."""
-    common = torch.randn(50, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    noise = [torch.randn(50, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(n)]
-    return [(common + 0.3 * x).log_softmax(0) for x in noise]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -41,7 +34,7 @@ def test_k3_of_nearly_equal_policies_is_not_lost_to_rounding() -> None:
 
 def test_the_penalty_averages_to_the_divergence_and_its_gradient_to_the_divergences_gradient() -> None:
     """Exactly, over tokens that an older policy sampled, with the importance weight of each."""
-    logits, reference, behaviour = distributions(3)
+    logits, reference, behaviour = distributions(3, 50)
     logits.requires_grad_()
 
     def divergence(x: Tensor) -> Tensor:

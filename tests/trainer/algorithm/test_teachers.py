@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.protocol.groups import TEACHER, TokenSequence, pack_sequences, unpack_sequences
 from tests.sequences import changed, make_group, trained_sequence
-from tests.trainer.algorithm.formulas import gradient_of
+from tests.trainer.algorithm.formulas import distributions, gradient_of
 from tests.trainer.tiny import random_trees
 from trainer.algorithm.loss import KL_LIMIT, PolicyLoss, StepSize, teacher_loss
 from trainer.algorithm.methods import Aggregation, ImportanceCorrection
@@ -26,13 +26,6 @@ from trainer.config.objective import Objective
 from trainer.model.logprobs import Lesson, divergence, top_overlap
 
 V = 30
-
-
-def distributions(n: int) -> list[Tensor]:
-    """Return ``n`` log-probability distributions over V tokens, not far from each other."""
-    common = torch.randn(V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    noise = [torch.randn(V, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(n)]
-    return [(common + 0.3 * x).log_softmax(0) for x in noise]
 
 
 def every_token(behaviour: Tensor, teacher: Tensor) -> MicroBatch:
@@ -49,7 +42,7 @@ def every_token(behaviour: Tensor, teacher: Tensor) -> MicroBatch:
 @pytest.mark.parametrize("is_on_policy", [True, False])
 def test_its_gradient_is_that_of_the_reverse_kl(is_on_policy: bool) -> None:
     """Exactly, over all tokens that the policy, or an older one, may sample."""
-    theta, teacher, other = distributions(3)
+    theta, teacher, other = distributions(3, V)
     # Near enough that no importance weight is above 2, where it would be cut off.
     older = (0.7 * theta + 0.3 * other).log_softmax(0)
     batch = every_token(theta if is_on_policy else older, teacher)
@@ -204,8 +197,8 @@ def by_formula(logits: Tensor, log_t: Tensor, beta: float) -> Tensor:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_the_divergence_over_the_vocabulary_is_the_formula_in_value_and_gradient(beta: float) -> None:
-    logits = torch.stack(distributions(4)).requires_grad_()
-    log_t = torch.stack(distributions(8)[4:])
+    logits = torch.stack(distributions(4, V)).requires_grad_()
+    log_t = torch.stack(distributions(8, V)[4:])
     expected = by_formula(logits, log_t, beta)
     values, gradient = jensen_shannon(logits.detach().log_softmax(1), log_t, beta)
     torch.testing.assert_close(values, expected)

@@ -11,6 +11,7 @@ import structlog
 import torch
 import yaml
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from local_runner.spec import JOB_GROUPS
 from services.core.errors import ConfigurationError
@@ -43,14 +44,21 @@ def chosen(label: str, nodes: int, gpus: int, limits: Limits = ROOM, **given: An
     return check(settings(**given), SHAPES[label], Machine(nodes, gpus, 2, limits))
 
 
-def test_a_small_model_gathers_once_a_step_and_replicates_between_nodes() -> None:
-    work = chosen("0.5B", 2, 8)
-    assert (work.replicas, work.checkpointing, work.frees_parameters) == (2, False, False)
-
-
-def test_a_large_model_recomputes_a_part_of_its_layers_and_stays_within_a_node() -> None:
-    work = chosen("8B", 2, 8)
-    assert (work.replicas, work.checkpointing, work.frees_parameters) == (2, "selective", True)
+@pytest.mark.parametrize(
+    ("label", "nodes", "gpus", "given", "expected"),
+    [
+        ("0.5B", 2, 8, {}, (2, False, False)),
+        ("0.5B", 1, 8, {"activation_checkpointing": True, "shard_parameters": True}, (1, True, True)),
+        ("8B", 2, 8, {}, (2, "selective", True)),
+        ("8B", 4, 2, {}, (1, "selective", True)),
+    ],
+    ids=["a small model gathers once", "what the user said", "a large model", "a state that one node cannot hold"],
+)
+def test_replicas_recomputation_and_gathering_are_those_of_model_and_machine(
+    label: str, nodes: int, gpus: int, given: dict[str, Any], expected: Any
+) -> None:
+    work = chosen(label, nodes, gpus, **given)
+    assert (work.replicas, work.checkpointing, work.frees_parameters) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,10 +94,6 @@ def test_a_cpu_cannot_recompute_what_a_compiler_chooses() -> None:
         chosen("0.5B", 1, 1, laptop, activation_checkpointing="selective")
 
 
-def test_a_state_that_one_node_cannot_hold_is_sharded_over_all() -> None:
-    assert chosen("8B", 4, 2).replicas == 1
-
-
 def test_a_state_that_no_gpu_holds_is_kept_in_host_memory() -> None:
     """32B on a node of eight: 16 bytes a parameter, and a checkpoint's copy of 12."""
     shape, node = ModelShape.of(CONFIGS["32B"][1]), Machine(1, 8, 2, replace(ROOM, host=2000 * GIB, volume=8000 * GIB))
@@ -111,11 +115,6 @@ def test_passes_in_float32_keep_half_of_the_masters_of_rounded_weights(compute: 
     work = replace(chosen("0.5B", 1, 8), compute_bytes=compute, published_bytes=publish)
     of_rank = needed(SHAPES["0.5B"], work).device
     assert of_rank.get("lower halves of masters", 0) == kept * SHAPES["0.5B"].parameters // 8
-
-
-def test_what_the_user_said_is_done() -> None:
-    work = chosen("0.5B", 1, 8, activation_checkpointing=True, shard_parameters=True)
-    assert (work.checkpointing, work.frees_parameters) == (True, True)
 
 
 def test_a_cpu_with_little_memory_for_long_micro_batches_is_warned_and_may_run() -> None:
@@ -408,9 +407,44 @@ def test_what_a_sleeping_engine_keeps_is_compared_with_what_was_assumed(
 
 def test_rows_are_counted_without_a_compiler() -> None:
     shape, machine = replace(SHAPES["0.5B"], needs_rows=True), Machine(1, 1, 2, ROOM)
-    assert check(settings(), shape, machine).has_rows
-    assert not chosen("0.5B", 1, 1).has_rows
+    assert check(settings(), shape, machine).is_uncompiled
+    assert not chosen("0.5B", 1, 1).is_uncompiled
     rows, trees = (work_of(settings(layout=layout), shape, machine) for layout in ("rows", "tree"))
     assert stored_bytes(shape, rows) > stored_bytes(shape, trees)
     with pytest.raises(ConfigurationError, match="ACTIVATION_CHECKPOINTING is selective"):
         check(settings(activation_checkpointing="selective"), shape, machine)
+
+
+@pytest.mark.parametrize(("family", "intermediate", "norms"), [("gpt_oss", 2 * 48, 2), ("gemma2", 48, 4)])
+def test_widths_of_experts_and_norms_of_a_layer_are_counted(family: str, intermediate: int, norms: int) -> None:
+    shape = ModelShape.of(FAMILIES[family])
+    assert (shape.intermediate, shape.norms, shape.needs_rows) == (intermediate, norms, False)
+def test_recurrent_layers_are_counted_with_what_they_keep() -> None:
+    """A delta net's mixer keeps float32 copies of queries, keys and values, and 64 numbers a head, several times."""
+    heads, width = 8, 64
+    config = AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
+    shape, machine = ModelShape.of(config), Machine(1, 1, 2, ROOM)
+    assert shape.recurrent_layers == 3
+    assert 10 * 4 * heads * width < shape.mixer_bytes < 50 * 4 * heads * width
+    work = work_of(settings(layout="tree"), shape, machine)
+    assert work.is_uncompiled
+    without = replace(shape, recurrent_layers=0, mixer_bytes=0)
+    more = {
+        has: needed(shape, now).total("device") - needed(without, now).total("device")
+        for has, now in ((False, work), (True, replace(work, checkpointing=True)))
+    }
+    assert more == {False: 3 * work.tokens * shape.mixer_bytes, True: work.tokens * shape.mixer_bytes}

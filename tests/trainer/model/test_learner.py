@@ -318,31 +318,26 @@ def test_groups_without_advantage_are_kept_where_another_term_learns_from_them(
     assert_same_gradients(dropped.gradients, kept.gradients, 1e-7)
 
 
+EMPTY = trained_sequence([], [], [])
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "sequence_mean", "constant_length"])
-def test_completions_that_are_masked_whole_do_not_count_in_the_mean(
+def test_completions_that_are_empty_or_masked_whole_do_not_count_in_the_mean(
     alone: Ranks, model: Path, aggregation: str
 ) -> None:
     """With MASK_TRUNCATED such are those that were cut off."""
     groups = random_groups(5)
-    masked = [changed(s, loss_mask=[False] * s.tokens) for s in random_groups(6)[0].sequences]
+    masked = [EMPTY, *(changed(s, loss_mask=[False] * s.tokens) for s in random_groups(6)[0].sequences)]
     assert_same_gradients(
         rank_jobs.update(
             alone,
             model,
             {"aggregation": aggregation},
-            [replace(g, sequences=[*g.sequences, *masked]) for g in groups],
+            [replace(g, sequences=[EMPTY, *g.sequences, *masked]) for g in groups],
         ).gradients,
         rank_jobs.update(alone, model, {"aggregation": aggregation}, groups).gradients,
         1e-5,
     )
-
-
-def test_nothing_to_train_on_changes_nothing(alone: Ranks, model: Path) -> None:
-    learner = make_learner(alone, model)
-    before = weights_of(learner.policy)
-    assert learner.update([], 0).steps == 0
-    assert learner.update([TrainingGroup([2, 3], [], "all unscorable")], 0).steps == 0
-    assert_same_weights(weights_of(learner.policy), before)
 
 
 def test_a_step_without_trained_tokens_changes_nothing_whatever_its_loss_has(alone: Ranks, model: Path) -> None:
@@ -353,23 +348,10 @@ def test_a_step_without_trained_tokens_changes_nothing_whatever_its_loss_has(alo
     masked = [
         replace(g, sequences=[changed(s, loss_mask=[False] * s.tokens) for s in g.sequences]) for g in random_groups(3)
     ]
-    result = learner.update(masked, 1)
-    assert (result.steps, result.tokens) == (0, 0)
-    assert_same_weights(weights_of(learner.policy), before)
-
-
-def test_completions_without_tokens_are_no_trouble(alone: Ranks, model: Path) -> None:
-    groups = random_groups(6)
-    empty = trained_sequence([], [], [])
-    with_empty = [replace(g, sequences=[empty, *g.sequences, empty]) for g in groups]
-    assert_same_gradients(
-        rank_jobs.update(alone, model, {}, with_empty).gradients,
-        rank_jobs.update(alone, model, {}, groups).gradients,
-        1e-5,
-    )
-    learner = make_learner(alone, model)
-    result = learner.update([TrainingGroup([2, 3], [empty, empty])], 0)
-    assert (result.steps, result.skipped) == (0, 0)
+    for groups in ([], [TrainingGroup([2, 3], [], "all unscorable")], [TrainingGroup([2, 3], [EMPTY, EMPTY])], masked):
+        result = learner.update(groups, 1)
+        assert (result.steps, result.skipped, result.tokens) == (0, 0, 0)
+        assert_same_weights(weights_of(learner.policy), before)
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardStatus
 from services.protocol.sessions import CreateSessionRequest
 from tests.fake_service import fake_service
+from tests.services.clients.playing import guess
 from tests.services.clients.test_environment import address_of
 from tests.services.conftest import StartService
 from tests.services.conftest import start_service as start_service  # a fixture
@@ -92,15 +93,6 @@ def stage_of(*environment_servers: str) -> Iterator[Stage]:
         yield Stage(gateway, data_client, reward_client, gateway_client, environments, thread)
 
 
-def find_secret(messages: list[dict[str, Any]]) -> str:
-    """Bisect the numbers from 1 to 100 by the environment's answers."""
-    low, high = 1, 100
-    for guess, answer in zip(messages[1::2], messages[2::2], strict=True):
-        value = int(guess["content"])
-        low, high = (value + 1, high) if answer["content"] == "Higher." else (low, value - 1)
-    return str((low + high) // 2)
-
-
 @pytest.mark.parametrize(
     ("limit", "setting"),
     [
@@ -124,7 +116,7 @@ def test_an_episode_over_a_limit_says_what_its_environment_can_do(
 
 
 def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:
-    stage.gateway.says = find_secret
+    stage.gateway.says = guess
     group = stage.group()
     assert len(group.sequences) == 2
     for experience in group.sequences:

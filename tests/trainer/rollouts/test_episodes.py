@@ -521,30 +521,16 @@ def test_an_episode_whose_last_call_no_engine_answered_has_no_reward(stage: Stag
     assert isinstance(maker.all_failed(), DependencyLostError)
 
 
-def test_a_program_that_fails_because_the_gateway_is_lost_ends_the_run_as_recoverable(
-    stage: Stage, two_turns_program: dict[str, Any]
+@pytest.mark.parametrize("is_program", [False, True])
+def test_an_agent_that_fails_because_the_gateway_is_lost_ends_the_run_as_recoverable(
+    stage: Stage, two_turns_program: dict[str, Any], is_program: bool
 ) -> None:
     stage.gateway.says = lambda _: 503
-    alone = {"group_size": 1, "advantage": "reinforce"}
-    maker = stage.maker(one_turn, service_deadline_seconds=1, **alone, **two_turns_program)
+    fields = {"group_size": 1, "advantage": "reinforce", "service_deadline_seconds": 1}
+    maker = stage.maker(one_turn, **fields, **(two_turns_program if is_program else {}))
     assert stage.thread.call(maker.make_group(PROMPT)) is None
     assert "503" in str(maker.last_failure)
     assert isinstance(maker.all_failed(), DependencyLostError)
-
-
-def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
-    stage.gateway.says = lambda _: 503
-    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1)
-    with pytest.raises(DependencyLostError, match="every episode of 8 prompts in a row failed: HTTPStatusError"):
-        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
-
-
-def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: Stage) -> None:
-    # The real gateway asks engines again until the deadline, and then refuses the call.
-    stage.gateway.says, stage.gateway.limit = lambda _: 429, DEADLINE
-    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
-    with pytest.raises(DependencyLostError, match="no engine answered the last call within twice AGENT_SECONDS"):
-        stage.thread.call(make_groups({"": maker}, [PROMPT] * LEAST_FAILURES))
 
 
 TWO_TURNS = """

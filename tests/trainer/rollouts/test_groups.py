@@ -202,15 +202,6 @@ def test_an_experience_may_bring_the_advantages_of_its_tokens() -> None:
     assert has_signal(made, SETTINGS)
 
 
-def test_a_priority_is_the_mean_absolute_advantage_of_the_objective_in_force() -> None:
-    """One definition at insertion and after a replay: the overlong penalty and the deviation are in both."""
-    settings = TrainerSettings.load(max_new_tokens=10, overlong_buffer=4)
-    made = group(experience(1.0, length=2), experience(1.0, length=8))
-    (trained,) = Objective(settings).with_advantages([Objective(settings).training_group(made)])
-    one = 0.25 / (0.5 / math.sqrt(2) + 1e-4)
-    assert trained.mean_absolute_advantage == pytest.approx(one)
-
-
 def test_an_episode_counts_once_in_its_group_however_many_sequences_it_has() -> None:
     branched = group(experience(1.0, episode=0), experience(1.0, episode=0), experience(0.0, episode=1))
     assert branched.rewards == [1.0, 0.0]
@@ -230,15 +221,14 @@ def lengths_of(outcomes: Outcomes) -> torch.Tensor:
     return outcomes.lengths.double()
 
 
-def test_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
+def test_kl_in_the_reward_of_an_episode_is_that_of_the_sampled_tokens_of_all_its_sequences() -> None:
+    masked = experience(0.0, episode=1, logprobs=[-9.0, -0.5], loss_mask=[False, True])
     settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
-    made = Objective(settings).training_group(
-        group(experience(1.0, episode=0), experience(0.0, episode=1), experience(1.0, episode=0))
-    )
-    (trained,) = Objective(settings).with_advantages([made], reference=[[[-1.0, -2.0], [-3.0, -0.5], [-0.5, -4.5]]])
+    made = Objective(settings).training_group(group(experience(1.0, episode=0), masked, experience(1.0, episode=0)))
+    (trained,) = Objective(settings).with_advantages([made], reference=[[[-1.0, -2.0], [-3.0], [-0.5, -4.5]]])
     first, second = 1.0 - 0.1 * (0.5 + 1.5 + 0.0 + 4.0), 0.0 - 0.1 * 2.5
     half = (first - second) / 2
-    assert [s.advantages[0] for s in trained.sequences] == pytest.approx([half, -half, half])
+    assert [s.trained(s.advantages)[0] for s in trained.sequences] == pytest.approx([half, -half, half])
 
 
 def test_a_continued_completion_is_as_old_as_its_oldest_token_and_corrected_token_by_token() -> None:
@@ -266,14 +256,6 @@ def test_the_age_of_a_sequence_is_that_of_its_sampled_tokens() -> None:
     spans = [1, 7, 5]
     assert experience(1.0, length=3, policy_versions=spans).oldest_version == 1
     assert experience(1.0, length=3, policy_versions=spans, loss_mask=[False, True, True]).oldest_version == 5
-
-
-def test_kl_in_the_reward_is_subtracted_before_advantages_are_computed() -> None:
-    settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
-    made = Objective(settings).training_group(group(experience(1.0), experience(0.0, loss_mask=[True, False])))
-    (trained,) = Objective(settings).with_advantages([made], reference=[[[-1.0, -2.0], [-3.0]]])
-    first, second = 1.0 - 0.1 * (0.5 + 1.5), 0.0 - 0.1 * 2.5
-    assert trained.sequences[0].advantages == pytest.approx([(first - second) / 2] * 2)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "batch_std"])
@@ -316,14 +298,6 @@ def test_the_kl_of_a_replayed_group_is_from_the_policy_that_sampled_it_to_the_pr
     # k3 is e^-2 + 1 for a token that has become less likely, and e^2 - 3 for one that has become more likely.
     less, more = sampled(-0.5), sampled(-2.5)
     assert within_kl([less, more], [[[-2.5]], [[-0.5]]], max_kl=2.0) == [less]
-
-
-def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_number_of_times() -> None:
-    batch = Batch(Objective(TrainerSettings.load(batch_size=2, dynamic_sampling_tries=1)))
-    flat, rich = group(experience(1.0), experience(1.0)), group(experience(1.0), experience(0.0))
-    assert [len(batch.take([made])) for made in (flat, rich, flat, flat)] == [0, 1, 0, 1]
-    assert batch.counts["groups_resampled"] == 2
-    assert not batch.missing
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "much"])

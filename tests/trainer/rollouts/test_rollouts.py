@@ -258,27 +258,22 @@ def test_every_tenth_step_has_the_entropy_over_all_groups_made(services: Service
 # How old groups may be
 
 
-@pytest.mark.parametrize(("version", "oldest"), [(7, 5), (1, 0)])
-def test_fresh_groups_are_at_most_as_stale_as_max_staleness(services: Services, version: int, oldest: int) -> None:
-    services.replay.routes["POST /queue/lease"] = leases([1, 2, 3, 4])
-    steps = services.steps(**QUEUE, max_staleness=2)
-    steps.loop.state.policy_version = version
-    steps.next()
-    [request] = services.replay.asked("POST /queue/lease")
-    assert request["min_policy_version"] == oldest
-
-
-@pytest.mark.parametrize(("version", "oldest"), [(7, 4), (1, 0)])
-def test_replayed_groups_are_at_most_as_stale_as_replay_max_staleness(
-    services: Services, version: int, oldest: int
+@pytest.mark.parametrize(("version", "oldest"), [(7, {"fresh": 5, "replayed": 4}), (1, {"fresh": 0, "replayed": 0})])
+def test_groups_are_at_most_as_stale_as_the_settings_say(
+    services: Services, version: int, oldest: dict[str, int]
 ) -> None:
-    services.replay.routes["POST /groups/sample"] = lambda _: {"groups": []}
-    services.replay.routes["POST /groups/priorities"] = lambda _: {"updated": 0, "unknown": 0}
-    steps = services.steps(replay_groups=2, replay_max_staleness=3)
+    services.replay.routes |= {
+        "POST /queue/lease": leases([1, 2, 3, 4]),
+        "POST /groups/sample": lambda _: {"groups": []},
+        "POST /groups/priorities": lambda _: {"updated": 0, "unknown": 0},
+    }
+    steps = services.steps(**QUEUE, max_staleness=2, replay_groups=2, replay_max_staleness=3)
     steps.loop.state.policy_version = version
     steps.next()
-    [request] = services.replay.asked("POST /groups/sample")
-    assert request["min_policy_version"] == oldest
+    [fresh] = services.replay.asked("POST /queue/lease")
+    [replayed] = services.replay.asked("POST /groups/sample")
+    found = {"fresh": fresh["min_policy_version"], "replayed": replayed["min_policy_version"]}
+    assert found == oldest
 
 
 # What the run waits for
@@ -377,17 +372,23 @@ def rewards(*, fails: Callable[[dict[str, Any]], bool], result: dict[str, Any] =
     }
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("tries", [0, 1])
 def test_a_reward_function_that_fails_at_every_answer_ends_the_run_after_two_batches(
-    services: Services, tries: int
+    services: Services, tries: int, mode: str
 ) -> None:
+    """Collectors push groups without a reward, too, and the trainer, which has them all, ends the run."""
     services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True)
-    steps = services.steps(dynamic_sampling_tries=tries)
+    batches = [[i] for i in range(8)] if tries else [[0, 1, 2, 3], [4, 5, 6, 7]]
+    services.replay.routes["POST /queue/lease"] = leases(*batches, **FAILED)
+    steps = services.steps(**(QUEUE if mode == "async" else {}), dynamic_sampling_tries=tries)
     steps.main.settings.run_dir.mkdir(parents=True)
     said = r"the reward function failed at every answer of 8 prompts in a row: mine:score: KeyError: 'x' \(mine.py, li"
     if not tries:
         assert steps.next() == [0, 1, 2, 3]
-    assert tries or (steps.main.settings.run_dir / FIRST_FAILURE).read_text() == f"reward_error: {FAILED['reason']}\n"
+        if mode == "sync":
+            failure = steps.main.settings.run_dir / FIRST_FAILURE
+            assert failure.read_text() == f"reward_error: {FAILED['reason']}\n"
     with pytest.raises(ConfigurationError, match=said):
         steps.next()
 
@@ -408,20 +409,6 @@ def test_one_answer_that_can_be_scored_begins_the_count_anew(services: Services)
     steps = services.steps()
     for first in range(0, 16, 4):
         assert steps.next() == list(range(first, first + 4))
-
-
-@pytest.mark.parametrize("tries", [0, 1])
-def test_groups_of_any_collector_count_where_the_reward_function_fails_at_every_answer(
-    services: Services, tries: int
-) -> None:
-    """Collectors push such groups, and the trainer, which has them all, ends the run."""
-    of_one = [[i] for i in range(8)]
-    services.replay.routes["POST /queue/lease"] = leases(*(of_one if tries else [[0, 1, 2, 3], [4, 5, 6, 7]]), **FAILED)
-    steps = services.steps(**QUEUE, dynamic_sampling_tries=tries)
-    if not tries:
-        assert steps.next() == [0, 1, 2, 3]
-    with pytest.raises(ConfigurationError, match=r"at every answer of 8 prompts in a row: mine:score: KeyError"):
-        steps.next()
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -694,32 +681,32 @@ class LeaseClock:
         return lease
 
 
-@pytest.mark.parametrize(("max_new_tokens", "is_patient"), [(32_768, True), (512, False)])
+@pytest.mark.parametrize(
+    ("max_new_tokens", "given", "seconds"),
+    [
+        (32_768, [[1], [], [2], [], [3, 4]], None),
+        (512, [[1], [], [2], [], [3, 4]], "900"),
+        # A group that is leased again and again does not renew the wait.
+        (16_384, [[1], [1], [], [2, 3, 4]], "1938.4"),
+    ],
+)
 def test_a_batch_waits_for_each_further_group_as_long_as_an_answer_may_take(
-    services: Services, monkeypatch: pytest.MonkeyPatch, max_new_tokens: int, is_patient: bool
+    services: Services,
+    monkeypatch: pytest.MonkeyPatch,
+    max_new_tokens: int,
+    given: list[list[int]],
+    seconds: str | None,
 ) -> None:
     clock = LeaseClock()
     monkeypatch.setattr(batch, "time", clock)
-    services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [], [2], [], [3, 4]))
+    services.replay.routes["POST /queue/lease"] = clock.watch(leases(*given))
     services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
     steps = services.steps(**QUEUE, max_new_tokens=max_new_tokens)
-    if is_patient:
+    if seconds is None:
         assert steps.next() == [1, 2, 3, 4]
     else:
-        with pytest.raises(DependencyLostError, match="gave 1 of 4 groups, none of them in the last 900 s"):
+        with pytest.raises(DependencyLostError, match=f"gave 1 of 4 groups, none of them in the last {seconds} s"):
             steps.next()
-
-
-def test_a_group_leased_again_and_again_does_not_renew_the_wait(
-    services: Services, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = LeaseClock()
-    monkeypatch.setattr(batch, "time", clock)
-    services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [1], [], [2, 3, 4]))
-    services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
-    steps = services.steps(**QUEUE, max_new_tokens=16_384)
-    with pytest.raises(DependencyLostError, match="gave 1 of 4 groups"):
-        steps.next()
 
 
 def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Services) -> None:
