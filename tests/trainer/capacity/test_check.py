@@ -419,6 +419,8 @@ def test_rows_are_counted_without_a_compiler() -> None:
 def test_widths_of_experts_and_norms_of_a_layer_are_counted(family: str, intermediate: int, norms: int) -> None:
     shape = ModelShape.of(FAMILIES[family])
     assert (shape.intermediate, shape.norms, shape.needs_rows) == (intermediate, norms, False)
+
+
 def test_recurrent_layers_are_counted_with_what_they_keep() -> None:
     """A delta net's mixer keeps float32 copies of queries, keys and values, and 64 numbers a head, several times."""
     heads, width = 8, 64
