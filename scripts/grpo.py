@@ -58,6 +58,9 @@ COMMANDS = {
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
     "groups": Program("scripts.groups", TRAINING, ("grpo groups RUN 'reward >= 1 and tokens < 400' --out my.groups",)),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
+    "tasks": Program(
+        "scripts.tasks", TRAINING, ("grpo tasks check examples/tasks", "grpo tasks check tasks.txt --jobs 8")
+    ),
     "doctor": Program("local_runner.doctor", TRAINING, ("grpo doctor",)),
     "fork": Program("local_runner.fork", QUESTIONS, ("grpo fork grpo-20260131-120000 --at 40 --env LOSS=cispo",)),
     "explain": Program("scripts.explain", QUESTIONS, ("grpo explain grpo-20260131-120000 --step 57",)),

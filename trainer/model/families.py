@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 _STEPS = "its steps, against transformers"
 _JOB = "whole runs"
-_DELTA = {"layer_types": ["linear_attention", "full_attention"]}
-_WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}
+_DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_WINDOW = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}
+_CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 _WINDOWS = "full attention and windows"
 _XML, _HERMES, _NONE = "XML", "Hermes", "none known"
 
@@ -55,7 +56,7 @@ FAMILIES = (
     Family("OLMo 1, 2", "olmo2"),
     Family("OLMo 3", "olmo3", _WINDOWS, is_in_sglang=False, options=_WINDOW),
     Family("EXAONE 4", "exaone4", _WINDOWS, options=_WINDOW),
-    Family("LFM2", "lfm2", "short convolutions", options={"layer_types": ["conv", "full_attention"]}),
+    Family("LFM2", "lfm2", "short convolutions", options=_CONVOLUTIONS),
     Family("Granite 3", "granite"),
     Family("Granite 4", "granitemoehybrid", "Mamba-2", has_adapters=False),
     Family("Command R", "cohere"),
