@@ -208,19 +208,23 @@ def tree_attention(
     """
     shared = layout if isinstance(layout, SharedLayout) else None
     layouts = layout.whole if isinstance(layout, SharedLayout) else layout
-    unsupported = [name for name, value in options.items() if value is not None and name not in HARMLESS]
-    unsupported += ["dropout"] * (dropout != 0) + [f"sliding_window={sliding_window}"] * (sliding_window not in layouts)
-    if unsupported:
-        raise ConfigurationError(
-            f"MODEL_NAME: the model's attention has {', '.join(unsupported)}, which trees of tokens do not support; "
-            "set LAYOUT=rows"
-        )
+    _check_options(options, dropout, sliding_window, layouts)
     if shared is None:
         return _attend(query, key, value, Scores(scaling, softcap, s_aux), layouts[sliding_window]), None
     query, key, value = (_to_heads(x, shared.group) for x in (query, key, value))
     sinks = None if s_aux is None else s_aux.view(_size(shared.group), -1)[shared.rank]
     output = _attend(query, key, value, Scores(scaling, softcap, sinks), layouts[sliding_window])
     return _to_tokens(output, shared.group), None
+
+
+def _check_options(options: Mapping[str, Any], dropout: float, window: int | None, layouts: Layouts) -> None:
+    unsupported = [name for name, value in options.items() if value is not None and name not in HARMLESS]
+    unsupported += ["dropout"] * (dropout != 0) + [f"sliding_window={window}"] * (window not in layouts)
+    if unsupported:
+        raise ConfigurationError(
+            f"MODEL_NAME: the model's attention has {', '.join(unsupported)}, which trees of tokens do not support; "
+            "set LAYOUT=rows"
+        )
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, layout: AttentionLayout | BlockMask) -> Tensor:
