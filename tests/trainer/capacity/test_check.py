@@ -17,6 +17,7 @@ from local_runner.spec import JOB_GROUPS
 from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
+from tests.trainer.runs import Outside, train
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
 from trainer.capacity.check import REMEDIES, check, compare_asleep, engine_beside, preflight
 from trainer.capacity.need import GIB, EngineBeside, Work, needed, stored_bytes
@@ -403,6 +404,26 @@ def test_what_a_sleeping_engine_keeps_is_compared_with_what_was_assumed(
         compare_asleep(given, replace(alone, device=torch.device("cuda", 0)))
     [line] = logged
     assert (line["log_level"], line["held"], line["assumed"]) == (level, f"{gigabytes} GiB", "3.5 GiB")
+
+
+class Engines(Outside):
+    """Engines that sleep once in each of two steps."""
+
+    def __init__(self) -> None:
+        super().__init__("", prompts=2)
+        self.seen: list[str] = []
+
+    def free_engines_memory(self) -> None:
+        self.seen.append("asleep")
+
+
+def test_a_run_measures_its_engines_when_they_sleep_for_the_first_time(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = Engines()
+    monkeypatch.setattr("trainer.rank_calls.compare_asleep", lambda *_: outside.seen.append("measured"))
+    assert train(alone, model, tmp_path, outside, engine_sleeps=True).error is None
+    assert outside.seen == ["asleep", "measured", "asleep"]
 
 
 def test_rows_are_counted_without_a_compiler() -> None:
