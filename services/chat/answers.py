@@ -92,10 +92,10 @@ _BEGINNING = re.compile(r"\s*+(?=\{)")
 _PART = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*"?|[{}<\\]', re.DOTALL)
 """Strings and braces of JSON, and two characters that JSON has in strings only."""
 _END = re.compile(r"\s*+(?:</tool_call>|\Z)")
-_VALUE = r"(?:(?!</parameter>|<tool_call>).)*+"
+_VALUE = r"(?>(?:(?!</parameter>|<tool_call>).)*)"
 """The text of a parameter. Without another call's opening in it, the time to read is in proportion to the text."""
 _FUNCTION = re.compile(
-    rf"\s*+<function=([^<>\s]++)>\s*+((?:<parameter=[^<>\n]++>{_VALUE}</parameter>\s*+)*+)</function>", re.DOTALL
+    rf"\s*+<function=([^<>\s]++)>\s*+((?>(?:<parameter=[^<>\n]++>{_VALUE}</parameter>\s*+)*))</function>", re.DOTALL
 )
 _PARAMETER = re.compile(rf"<parameter=([^<>\n]++)>\n?({_VALUE})</parameter>", re.DOTALL)
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}

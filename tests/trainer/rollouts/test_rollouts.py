@@ -521,7 +521,7 @@ def test_training_and_evaluation_agree_on_whether_an_answer_is_wrong_or_not_judg
     }
     steps = services.steps(group_size=4, batch_size=1)
     assert steps.next() == [0]
-    _, metrics, [made] = steps.files.record_step.call_args.args
+    _, metrics, [made], _ = steps.files.record_step.call_args.args
     services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
     evaluated, _ = services.evaluate(eval_prompts=3)
     is_wrong = status == "over_limit"
