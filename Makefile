@@ -81,7 +81,7 @@ types: $(VENV)/.test
 	$(RUN) -m mypy
 
 # Other tests have targets of their own, with what they need.
-HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
+HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda and not museum
 
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and $(HERE)" $(TESTS)
@@ -94,7 +94,7 @@ test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what 
 	$(RUN) -m pytest --require-all @.cache/skipped-tests.txt
 
 museum: $(VENV)/.test  ## faults of other systems, injected into whole jobs: each is named by its rule, or ends the run; some minutes
-	$(RUN) -m pytest -n $(WORKERS) tests/museum
+	$(RUN) -m pytest -n $(WORKERS) -m museum tests/museum
 
 test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
