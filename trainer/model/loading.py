@@ -50,7 +50,7 @@ class Description:
         """The ids of the special tokens, and those of them that end a text."""
         added = self.tokenizer.added_tokens_decoder
         special = {*self.tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
-        ends = self.config.eos_token_id
+        ends = self.config.get_text_config().eos_token_id
         return special, {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
     def decode(self, token_ids: list[int]) -> str:
