@@ -16,11 +16,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.agents import Example, Program, privilege_drop
+from services.agents import Example, Program, ProgramFailedError, privilege_drop
+from services.http.client import problem_detail
 from services.http.server import ended_before_client_left, serving
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
 """Headers that are not passed on; the client decodes and frames the content itself."""
+_NO_CALL = (404, 405)
+"""Statuses of requests that are no call of the model, such as for an account."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,13 @@ class _Target:
     client: httpx.AsyncClient
     sent: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
     """Requests without an answer yet."""
+    refusal: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    """Why the first call failed that did."""
+
+    def fail(self, why: str) -> None:
+        """Keep why a call failed, if it is the first one."""
+        if not self.refusal.done():
+            self.refusal.set_result(why)
 
 
 class Relay:
@@ -62,7 +72,18 @@ class Relay:
         target = self._targets[key] = _Target(base_url.removesuffix("/v1"), api_key, http_client)
         try:
             own_url = f"{self._url}/{key}/v1"
-            return await self.program(example, base_url=own_url, api_key=key, http_client=http_client)
+            playing = asyncio.ensure_future(
+                self.program(example, base_url=own_url, api_key=key, http_client=http_client)
+            )
+            if self.program.ends_when_refused:
+                target.refusal.add_done_callback(lambda _: playing.cancel())
+            return await playing
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not target.refusal.done() or (task is not None and task.cancelling()):
+                raise
+            refusal = target.refusal.result()
+            raise ProgramFailedError(f"{self.program.command} is ended, because its call failed: {refusal}") from None
         finally:
             del self._targets[key]
             for request in target.sent:
@@ -89,7 +110,11 @@ class Relay:
         except asyncio.CancelledError:
             return Response("the episode has ended, or the program has left", 502)
         except httpx.TransportError as error:
+            target.fail(f"{type(error).__name__}: {error}")
             return Response(f"{type(error).__name__}: {error}", 502)
+        if reply.status_code >= 400 and reply.status_code not in _NO_CALL:
+            await reply.aread()
+            target.fail(problem_detail(reply))
         reply_headers = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
         return StreamingResponse(
             reply.aiter_bytes(), reply.status_code, reply_headers, background=BackgroundTask(reply.aclose)
