@@ -116,6 +116,8 @@ sandbox_mode = "danger-full-access"
 web_search = "disabled"
 check_for_update_on_startup = false
 project_doc_max_bytes = 0
+include_environment_context = false
+include_permissions_instructions = false
 [analytics]
 enabled = false
 [history]
@@ -126,6 +128,12 @@ goals = false
 multi_agent = false
 plugins = false
 shell_snapshot = false
+view_image = false
+[skills]
+include_instructions = false
+bundled.enabled = false
+[tools]
+experimental_request_user_input = { enabled = false }
 [model_providers.gateway]
 name = "gateway"
 base_url = "$url"
@@ -196,7 +204,7 @@ PRESETS = {
         record="npm/node_modules/@openai/codex/package.json",
         first_prompt=1900,
         arguments=(
-            *("exec", "--ephemeral", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+            *("exec", "--ephemeral", "--strict-config", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
             *("--output-last-message", "$home/answer.txt", "--", "$task"),
         ),
         answer=_codex_answer,
