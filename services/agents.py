@@ -239,7 +239,9 @@ class Program:
     ends_when_refused: ClassVar[bool] = False
     """Whether the relay ends it at the first call that the gateway does not answer; a user's program may go on."""
 
-    async def __call__(self, example: Example, *, base_url: str, api_key: str, http_client: object) -> float | None:
+    async def __call__(
+        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+    ) -> float | None:
         """Let the program answer ``example``, and return its reward; ``example.result`` has its reason.
 
         It is a process group of its own. Cancelling this call ends it by SIGTERM and then SIGKILL, as does the end of
@@ -266,7 +268,7 @@ class Program:
         return await example.score(answer.strip())
 
     async def _run(self, command: str, example: Example, variables: dict[str, str]) -> tuple[int, str, str]:
-        """Run a shell command to its end; return its exit code, and the ends of its standard output and of its rewards."""
+        """Run a shell command to its end; return its exit code, and the ends of its output and of its rewards."""
         async with contextlib.AsyncExitStack() as stack:
             lifeline = stack.enter_context(_lifeline())
             (answer, out), (errors, err) = [await _open_output(stack, OUTPUT_BYTES) for _ in range(2)]

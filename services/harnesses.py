@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -30,8 +30,7 @@ from services.core.processes import describe_exit
 
 PREFIX = "preset:"
 HARNESSES = PROJECT / ".cache/harnesses"
-INSTALL = "make harnesses"
-_KEPT = ("LANG", "LC_ALL", "PATH", "TMPDIR", "TZ")
+_KEPT = ("LANG", "LC_ALL", "PATH", "TZ")
 """The trainer's variables that a harness gets. Any other could change what it does; a proxy would lead outside."""
 _PROMPT = (
     "You solve the user's task with your tools, in the current directory. "
@@ -47,6 +46,7 @@ _MINI_PROMPT = (
 class Harness:
     """A command-line agent. In ``arguments``, ``files`` and ``variables``, ``Preset`` fills in what begins with $."""
 
+    name: str
     packages: tuple[str, ...]
     """As npm or pip installs them, with their versions; the first one is the harness itself."""
     program: str
@@ -156,11 +156,11 @@ _OPENCODE = {
     "autoupdate": False,
     "share": "disabled",
     "snapshot": False,
-    # A tool that is denied is not offered. Those of another model's turn, such as task, would begin a second conversation.
+    # A tool that is denied is not offered; the tool task would begin a second conversation.
     "permission": {"*": "deny", "bash": "allow", "edit": "allow", "read": "allow", "external_directory": "allow"},
     "enabled_providers": ["gateway"],
     "compaction": {"auto": False, "prune": False},
-    "agent": {"title": {"disable": True}, "build": {"prompt": _PROMPT, "steps": "$turns"}},
+    "agent": {"title": {"disable": True}, "build": {"prompt": _PROMPT}},
     "provider": {
         "gateway": {
             "npm": "@ai-sdk/openai-compatible",
@@ -170,12 +170,13 @@ _OPENCODE = {
     },
 }
 
-PRESETS = {
-    "claude-code": Harness(
+_HARNESSES = (
+    Harness(
+        name="claude-code",
         packages=("@anthropic-ai/claude-code@2.1.332",),
         program="npm/node_modules/.bin/claude",
         record="npm/node_modules/@anthropic-ai/claude-code/package.json",
-        first_prompt=1000,
+        first_prompt=1110,
         arguments=(
             *("--bare", "--print", "--output-format", "json", "--dangerously-skip-permissions", "--strict-mcp-config"),
             *("--setting-sources", "user", "--tools", "Bash,Read,Edit", "--system-prompt", _PROMPT),
@@ -185,37 +186,48 @@ PRESETS = {
         variables={
             "ANTHROPIC_API_KEY": "$key",
             "ANTHROPIC_BASE_URL": "$root",
-            **{f"ANTHROPIC_{name}MODEL": "policy" for name in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")},
+            **{
+                f"ANTHROPIC_{name}MODEL": "policy"
+                for name in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")
+            },
             "CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$output",
             "CLAUDE_CODE_MAX_RETRIES": "0",
-            "CLAUDE_CODE_SUBAGENT_MODEL": "policy",
+            "CLAUDE_CODE_TMPDIR": "$home",
             "DISABLE_AUTOUPDATER": "1",
             "DISABLE_COMPACT": "1",
             "IS_SANDBOX": "1",
             "MAX_THINKING_TOKENS": "0",
         },
     ),
-    "codex": Harness(
+    Harness(
+        name="codex",
         packages=("@openai/codex@0.171.0",),
         program="npm/node_modules/.bin/codex",
         record="npm/node_modules/@openai/codex/package.json",
-        first_prompt=1900,
+        first_prompt=770,
         arguments=(
-            *("exec", "--ephemeral", "--strict-config", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+            *(
+                "exec",
+                "--ephemeral",
+                "--strict-config",
+                "--skip-git-repo-check",
+                "--dangerously-bypass-approvals-and-sandbox",
+            ),
             *("--output-last-message", "$home/answer.txt", "--", "$task"),
         ),
         answer=_codex_answer,
         variables={"OPENAI_API_KEY": "$key"},
         files={".codex/config.toml": _CODEX, "instructions.md": _PROMPT},
     ),
-    "mini-swe-agent": Harness(
+    Harness(
+        name="mini-swe-agent",
         packages=("mini-swe-agent==2.4.6", "litellm==1.110.2"),
         program="python/bin/mini",
         record="python/lib/python*/site-packages/mini_swe_agent-2.4.6.dist-info",
-        first_prompt=800,
+        first_prompt=190,
         arguments=(
             *("--yolo", "--exit-immediately", "--cost-limit", "0", "--model", "openai/policy"),
             *("--config", "$home/mini.yaml", "--output", "$home/trajectory.json", "--task", "$task"),
@@ -230,11 +242,12 @@ PRESETS = {
         },
         files={"mini.yaml": _as_template(_MINI)},
     ),
-    "opencode": Harness(
+    Harness(
+        name="opencode",
         packages=("opencode-ai@1.18.33",),
         program="npm/node_modules/.bin/opencode",
         record="npm/node_modules/opencode-ai/package.json",
-        first_prompt=5500,
+        first_prompt=2850,
         arguments=("run", "--pure", "--format", "json", "--", "$task"),
         answer=_opencode_answer,
         variables={
@@ -245,34 +258,53 @@ PRESETS = {
             "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
         },
     ),
-}
+)
+PRESETS = {harness.name: harness for harness in _HARNESSES}
 
 
-def harness_of(command: str) -> tuple[str, Harness] | None:
-    """Return name and harness of an AGENT_COMMAND; None if it is a shell command.
+def harness_of(command: str) -> Harness | None:
+    """Return the harness of an AGENT_COMMAND; None if it is a shell command.
 
     Raises:
         ConfigurationError: there is no preset of this name.
     """
     if not command.startswith(PREFIX):
         return None
-    name = command.removeprefix(PREFIX).strip()
-    if name not in PRESETS:
+    harness = PRESETS.get(command.removeprefix(PREFIX).strip())
+    if harness is None:
         raise ConfigurationError(f"AGENT_COMMAND is {command!r}; presets are {', '.join(PRESETS)}")
-    return name, PRESETS[name]
+    return harness
 
 
-def check_installed(command: str) -> None:
-    """Check that the harness of an AGENT_COMMAND is installed, if it is a preset.
+def check_installed(harness: Harness) -> None:
+    """Check that a harness is installed.
 
     Raises:
-        ConfigurationError: it is not, in the pinned version; or there is no preset of this name.
+        ConfigurationError: it is not, or in another version.
     """
-    found = harness_of(command)
-    if found is not None and not found[1].is_installed:
+    if not harness.is_installed:
         raise ConfigurationError(
-            f"AGENT_COMMAND is {command}, but {' '.join(found[1].packages)} is not installed in {HARNESSES}; run: "
-            f"{INSTALL} PRESETS={found[0]}"
+            f"AGENT_COMMAND is {PREFIX}{harness.name}, but {harness.packages[0]} is not in {HARNESSES}; run: "
+            f"{install_command(harness)}"
+        )
+
+
+def install_command(harness: Harness) -> str:
+    """Return the command that installs a harness, from the project's directory."""
+    return f"make harnesses PRESETS={harness.name}"
+
+
+def check_context(harness: Harness, max_turn_tokens: int, context: int) -> None:
+    """Check that a harness's first prompt and a turn fit into the model's context.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if harness.first_prompt + max_turn_tokens >= context:
+        raise ConfigurationError(
+            f"AGENT_COMMAND is {PREFIX}{harness.name}, whose first prompt has about {harness.first_prompt} tokens "
+            f"without the task; with MAX_NEW_TOKENS={max_turn_tokens} it does not fit into a context of {context} "
+            "tokens; lower MAX_NEW_TOKENS, or take another model or preset"
         )
 
 
@@ -287,9 +319,11 @@ def program_of(command: str, max_turns: int, max_turn_tokens: int) -> Program:
     Raises:
         ConfigurationError: the preset does not exist, or its harness is not installed.
     """
-    check_installed(command)
-    found = harness_of(command)
-    return Program(command) if found is None else Preset(command, found[1], max_turns, max_turn_tokens)
+    harness = harness_of(command)
+    if harness is None:
+        return Program(command)
+    check_installed(harness)
+    return Preset(command, harness, max_turns, max_turn_tokens)
 
 
 @dataclass(frozen=True)
@@ -345,7 +379,8 @@ class Preset(Program):
         def filled(text: str) -> str:
             return Template(text).substitute(values)
 
-        (home / "work").mkdir()
+        for name in ("tmp", "work"):
+            (home / name).mkdir()
         for name, content in self.harness.files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(filled(content))
@@ -353,4 +388,34 @@ class Preset(Program):
         variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
         variables |= {name: filled(value) for name, value in self.harness.variables.items()}
         command = f"cd {shlex.quote(str(home / 'work'))} && exec {shlex.join(words)} </dev/null 3>&-"
-        return command, variables | {"HOME": str(home)}
+        return command, variables | {"HOME": str(home), "TMPDIR": str(home / "tmp")}
+
+
+def install(names: Sequence[str]) -> None:
+    """Install the harnesses of some presets in HARNESSES.
+
+    Raises:
+        ConfigurationError: there is no preset of a name, no npm, or the installation failed.
+    """
+    chosen = [harness for name in names if (harness := harness_of(f"{PREFIX}{name}")) is not None]
+    of_npm = [package for harness in chosen if not harness.is_python for package in harness.packages]
+    of_pip = [package for harness in chosen if harness.is_python for package in harness.packages]
+    python = HARNESSES / "python"
+    commands: list[tuple[str | Path, ...]] = []
+    if of_npm:
+        if shutil.which("npm") is None:
+            raise ConfigurationError(
+                f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer, or choose "
+                "mini-swe-agent alone: make harnesses PRESETS=mini-swe-agent"
+            )
+        commands.append(("npm", "install", "--prefix", HARNESSES / "npm", "--no-audit", "--no-fund", *of_npm))
+    if of_pip:
+        commands.append((sys.executable, "-m", "venv", python))
+        commands.append((python / "bin/python", "-m", "pip", "install", "--quiet", *of_pip))
+    for command in commands:
+        if status := subprocess.run(command, check=False).returncode:
+            raise ConfigurationError(f"`{shlex.join(map(str, command))}` {describe_exit(status)}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: install(sys.argv[1:] or list(PRESETS))))
