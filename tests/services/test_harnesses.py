@@ -166,7 +166,14 @@ def test_a_preset_that_does_not_exist_and_one_whose_first_prompt_does_not_fit_ar
 
 TOOLS = {"claude-code": ("Bash", "command"), "codex": ("exec_command", "cmd")}
 REAL = [
-    pytest.param(harness, marks=pytest.mark.skipif(not harness.is_installed, reason=f"there is no harness {name}"))
+    pytest.param(
+        harness,
+        id=name,
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not harness.is_installed, reason=f"there is no harness {name} {harness.version}"),
+        ],
+    )
     for name, harness in PRESETS.items()
 ]
 MARK = "from-the-task-itself"
@@ -201,7 +208,6 @@ def count_tokens() -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("harness", REAL)
 async def test_a_session_with_a_thought_and_a_tool_is_played_to_its_end_whatever_the_task_holds(
     ground: Ground, harness: Harness, count_tokens: Callable[[str], int]
@@ -222,7 +228,6 @@ async def test_a_session_with_a_thought_and_a_tool_is_played_to_its_end_whatever
     assert 0.8 * harness.first_prompt < tokens <= harness.first_prompt
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("harness", REAL)
 async def test_a_model_that_calls_a_tool_without_end_is_over_the_limit(ground: Ground, harness: Harness) -> None:
     sample = await play(ground, harness, [shell(harness, "true")] * 9)
