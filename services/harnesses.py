@@ -146,7 +146,6 @@ stream_max_retries = 0
 
 _MINI = {
     "agent": {"system_template": _MINI_PROMPT, "instance_template": "{{task}}", "step_limit": "$turns"},
-    "environment": {"env": {"PAGER": "cat", "MANPAGER": "cat"}},
     "model": {"model_kwargs": {"api_base": "$url", "drop_params": True}},
 }
 
@@ -186,10 +185,8 @@ _HARNESSES = (
         variables={
             "ANTHROPIC_API_KEY": "$key",
             "ANTHROPIC_BASE_URL": "$root",
-            **{
-                f"ANTHROPIC_{name}MODEL": "policy"
-                for name in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")
-            },
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "policy",
+            "ANTHROPIC_MODEL": "policy",
             "CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -209,14 +206,8 @@ _HARNESSES = (
         record="npm/node_modules/@openai/codex/package.json",
         first_prompt=770,
         arguments=(
-            *(
-                "exec",
-                "--ephemeral",
-                "--strict-config",
-                "--skip-git-repo-check",
-                "--dangerously-bypass-approvals-and-sandbox",
-            ),
-            *("--output-last-message", "$home/answer.txt", "--", "$task"),
+            *("exec", "--ephemeral", "--strict-config", "--skip-git-repo-check", "--output-last-message"),
+            *("$home/answer.txt", "--dangerously-bypass-approvals-and-sandbox", "--", "$task"),
         ),
         answer=_codex_answer,
         variables={"OPENAI_API_KEY": "$key"},
@@ -344,8 +335,8 @@ class Preset(Program):
         GRPO_REWARD_FD is not read, because commands that the model wrote could write to it.
 
         Raises:
-            ProgramFailedError: its exit code is not 0, or it left no answer.
             AgentFailedError: it ended at its turn limit.
+            ProgramFailedError: its exit code is not 0, or it left no answer.
         """
         reply = await http_client.get(f"{base_url}/models", headers={"authorization": f"Bearer {api_key}"})
         reply.raise_for_status()
@@ -397,17 +388,13 @@ def install(names: Sequence[str]) -> None:
     Raises:
         ConfigurationError: there is no preset of a name, no npm, or the installation failed.
     """
-    chosen = [harness for name in names if (harness := harness_of(f"{PREFIX}{name}")) is not None]
-    of_npm = [package for harness in chosen if not harness.is_python for package in harness.packages]
-    of_pip = [package for harness in chosen if harness.is_python for package in harness.packages]
+    chosen = [harness for name in names if (harness := harness_of(PREFIX + name)) is not None]
+    of_pip, of_npm = ([p for h in chosen if h.is_python is own for p in h.packages] for own in (True, False))
     python = HARNESSES / "python"
     commands: list[tuple[str | Path, ...]] = []
     if of_npm:
         if shutil.which("npm") is None:
-            raise ConfigurationError(
-                f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer, or choose "
-                "mini-swe-agent alone: make harnesses PRESETS=mini-swe-agent"
-            )
+            raise ConfigurationError(f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer")
         commands.append(("npm", "install", "--prefix", HARNESSES / "npm", "--no-audit", "--no-fund", *of_npm))
     if of_pip:
         commands.append((sys.executable, "-m", "venv", python))
