@@ -247,6 +247,8 @@ _HARNESSES = (
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
+            # It would ask the registry for its plugins in each new home.
+            "npm_config_offline": "true",
         },
     ),
 )
