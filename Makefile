@@ -31,7 +31,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what 
 	@test -s .cache/skipped-tests.txt || { echo "the last run skipped nothing"; exit 2; }
 	$(RUN) -m pytest --require-all @.cache/skipped-tests.txt
 
+museum: $(VENV)/.test  ## faults of other systems, injected into whole jobs: each is named by its rule, or ends the run; some minutes
+	$(RUN) -m pytest -n $(WORKERS) tests/museum
+
 test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \
 	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and $(HERE)" $(TESTS)
@@ -136,7 +139,7 @@ bench-gpu: $(VENV)-engine/.engine $(VENV)-cuda/.cuda  ## measure this node's GPU
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
 	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks.gpu $(BENCH)
 
-docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/metrics.md
+docs: $(VENV)/.test  ## write the tables of docs/configuration.md, metrics.md and models.md
 	$(RUN) -m scripts.reference
 
 notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it

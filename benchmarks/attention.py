@@ -65,7 +65,7 @@ def figures(width: int, options: dict[str, Any]) -> Iterator[Figure]:
         SystemExit: the variant is of a package that is not installed, or does not compile for this card.
     """
     layout = mask_of(ROW)
-    length, mask = len(layout.ends), layout.each(Tensor.cuda).prepared()
+    length, mask = len(layout.ends), layout.each(Tensor.cuda).prepared()[None]
     factors = states(width, length)
     torch._dynamo.reset()
     attend: Any = torch.compile(flex_attention, dynamic=True, fullgraph=True)

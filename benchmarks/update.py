@@ -1,6 +1,7 @@
 """The trainer's update alone, on random tokens, in processes that join as under torchrun.
 
-The trainer's settings are read from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
+The trainer's settings are read from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, LAYOUT=rows, ...). As one
+process: ``python -m benchmarks.update '{"model": "DIRECTORY", "prompts": 1, "prompt_tokens": 1000}'``.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def measure_here(work: Work) -> Rank:
         settings = TrainerSettings.load()
         if is_on_gpu := ranks.device.type == "cuda":
             settings, ranks, _room = preflight(settings, ranks)
+        ranks = ranks.laid_out(settings.layout)
         policy = load_policy(settings, ranks)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)

@@ -229,7 +229,8 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
 
     Raises:
         ConfigurationError: there are fewer engines than MIN_WORKERS, or a size does not divide the GPUs of a node or
-            the attention heads of the model; or engines and trainer cannot share GPUs.
+            the attention heads of the model; or engines and trainer cannot share GPUs, or the engine lacks the model's
+            code.
     """
     check_shared_gpus(run, loaded)
     min_workers = max((getattr(settings, "min_workers", 1) for _, _, settings in loaded), default=1)
@@ -237,6 +238,8 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
         if not isinstance(settings, RolloutSettings):
             continue
         each, n_gpus = 1, len(gpus_of(run, task, 0)) or task.gpus_per_node
+        if any(getattr(other, "trust_remote_code", False) for _, _, other in loaded):
+            _check_model_code(settings, n_gpus)
         if n_gpus:
             # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
             from services.engines.engine import choose_engine
@@ -253,6 +256,24 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
                 f"MIN_WORKERS is {min_workers}, but {task.name} has {task.num_nodes} x {each} engines here; lower it, "
                 f"or give --num-nodes {task.name}={math.ceil(min_workers / each)}"
             )
+
+
+def _check_model_code(settings: RolloutSettings, n_gpus: int) -> None:
+    """Check that transformers knows a model in a directory whose own code the embedded engine would have to run."""
+    from services.engines.engine import choose_engine
+    from services.engines.placement import read_config
+    from services.engines.settings import EngineKind
+
+    config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
+    if config is None or "auto_map" not in config or choose_engine(settings, n_gpus).kind is not EngineKind.EMBEDDED:
+        return
+    from transformers import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"MODEL_NAME={settings.model_name}: model type {config.get('model_type')!r} is code that comes with the "
+            "model, which the embedded engine does not run; choose a model of transformers, or ROLLOUT_ENGINE=sglang"
+        )
 
 
 def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:

@@ -21,7 +21,7 @@ from local_runner.nodes import LocalRun, gpus_of, tiers_have_own_gpus
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
-from services.data_server.settings import DataSettings, is_path
+from services.data_server.settings import HARBOR, DataSettings, generator_of, is_path
 from services.harnesses import harness_of
 from services.run_page.progress import counted
 
@@ -51,7 +51,9 @@ class Plan:
         self._rows: dict[str, Any] = {}
         self._needs: dict[str, Any] = {}
         self._tried: dict[str, Any] = {}
-        of_files = self._data is not None and any(is_path(own.dataset) for own in self._data.by_source().values())
+        of_files = self._data is not None and any(
+            is_path(own.dataset) or generator_of(own.dataset) == HARBOR for own in self._data.by_source().values()
+        )
         if self._data is not None and (is_dry_run or of_files):
             self._read_rows(is_dry_run, right)
         if self._trainer is not None and self.has_all_rows:

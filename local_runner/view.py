@@ -23,22 +23,16 @@ from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
 from services.run_page.directory import RUNNING, Run
-from services.run_page.progress import (
-    EARLY_STEPS,
-    ReportTimer,
-    Step,
-    advice,
-    counted,
-    failed,
-    first_and_last,
-    in_words,
-)
+from services.run_page.progress import ReportTimer, Step, counted, failed, first_and_last, in_words
+from services.run_page.rules import NOTE
 
 Json = Mapping[str, Any]
 
 TAIL_LINES = 15
 RECENT_STEPS = 5
 """Steps from whose seconds the time left is estimated."""
+SHOWN_FINDINGS = 3
+"""Findings of a run that its figures end with."""
 SHOWN_SHARE = 0.01
 """A step's line names the phases that take more than this share of its seconds."""
 
@@ -51,12 +45,14 @@ STYLES = {
     "restarting": "yellow",
     "silent": "yellow",
     "stopped": "dim",
+    "wrong": "bold red",
+    "doubt": "yellow",
 }
-"""The style of each state of a node or a run."""
+"""The style of each state of a node or a run, and of the severities of findings."""
 
 
 def present(console: Console, run: Run, state: str, summary: Json, outcome: Json, trainer: Json | None = None) -> None:
-    """Print the state of a run, its figures, and the advice on it.
+    """Print the state of a run, its figures, and its findings.
 
     Args:
         console: for the output.
@@ -72,8 +68,11 @@ def present(console: Console, run: Run, state: str, summary: Json, outcome: Json
     for name, value in _figures(run, state, summary, outcome, trainer):
         table.add_row(Text(name, "dim"), Text(value))
     console.print(table)
-    if hint := run.advice():
-        console.print(Text(hint, "yellow"), soft_wrap=not console.is_terminal)
+    found = [finding for finding in run.findings() if finding.severity != NOTE]
+    for finding in found[:SHOWN_FINDINGS]:
+        console.print(Text(str(finding), STYLES[finding.severity]), soft_wrap=not console.is_terminal)
+    if len(found) > SHOWN_FINDINGS:
+        console.print(Text(f"and {len(found) - SHOWN_FINDINGS} more: grpo diagnose {run.path}"), soft_wrap=True)
 
 
 def _figures(run: Run, state: str, summary: Json, outcome: Json, trainer: Json | None) -> Iterator[tuple[str, str]]:
@@ -148,7 +147,8 @@ class View:
         self._states = dict.fromkeys(ranks, State.WAITING.value)
         self._total_steps = 0
         self._explained: dict[str, str] = {}
-        self._first_steps: list[Step] = []
+        self._found: set[str] = set()
+        """The rules whose findings were shown."""
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._failure = ""
         self._changed = time.time()
@@ -177,7 +177,7 @@ class View:
             self._say(f"{task}-{rank} up", "green")
 
     def step(self, step: Step) -> None:
-        """Show a step that ended, and after EARLY_STEPS the advice on them, if there is any."""
+        """Show a step that ended, and what is newly found to be wrong with the run."""
         self._seconds.append(step.seconds.get("step", 0.0))
         left = statistics.fmean(self._seconds) * (self._total_steps - step.step)
         line = Text(describe(step, self._total_steps, max(left, 0.0)))
@@ -185,11 +185,10 @@ class View:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
         else:
             self._console.print(line, soft_wrap=True)
-        if len(self._first_steps) < EARLY_STEPS:
-            self._first_steps.append(step)
-            hint = advice(self._first_steps)
-            if hint is not None and len(self._first_steps) == EARLY_STEPS:
-                self._say(hint, "yellow")
+        for finding in self._files.findings():
+            if finding.severity != NOTE and finding.rule not in self._found:
+                self._found.add(finding.rule)
+                self._say(str(finding), STYLES[finding.severity])
 
     def failure(self, text: str) -> None:
         """Show the first answer that failed because of the user's own code, once; nothing for an empty text."""
@@ -213,7 +212,7 @@ class View:
             activity = {"what": f"waiting for {missing}", "done": done, "since": self._changed, "until": None}
         else:
             return  # a trainer at work may be too busy to answer
-        if self._report_timer.is_due(activity["since"], is_early=not self._first_steps):
+        if self._report_timer.is_due(activity["since"], is_early=not self._seconds):
             self._say(in_words(activity), "dim")
 
     def _address(self, node: str) -> str | None:

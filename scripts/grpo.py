@@ -52,11 +52,15 @@ COMMANDS = {
     ),
     "rehearse": Program("scripts.rehearse", TRAINING, ("grpo rehearse --model Qwen/Qwen3-8B --env-file my.env",)),
     "status": Program("local_runner.status", TRAINING, ("grpo status", "grpo status grpo-20260131-120000")),
+    "diagnose": Program("scripts.diagnose", QUESTIONS, ("grpo diagnose", "grpo diagnose grpo-20260131-120000 --json")),
     "logs": Program("local_runner.status", TRAINING, ("grpo logs --follow", "grpo logs RUN ppo-trainer -n 50"), "logs"),
     "view": Program("scripts.view", TRAINING, ("grpo view --open", "grpo view runs/")),
     "chat": Program("scripts.chat", TRAINING, ("grpo chat", "grpo chat grpo-20260131-120000 --temperature 1")),
     "groups": Program("scripts.groups", TRAINING, ("grpo groups RUN 'reward >= 1 and tokens < 400' --out my.groups",)),
     "clean": Program("local_runner.clean", TRAINING, ("grpo clean", "grpo clean --keep 3 --keep-model")),
+    "tasks": Program(
+        "scripts.tasks", TRAINING, ("grpo tasks check examples/tasks", "grpo tasks check tasks.txt --jobs 8")
+    ),
     "doctor": Program("local_runner.doctor", TRAINING, ("grpo doctor",)),
     "fork": Program("local_runner.fork", QUESTIONS, ("grpo fork grpo-20260131-120000 --at 40 --env LOSS=cispo",)),
     "explain": Program("scripts.explain", QUESTIONS, ("grpo explain grpo-20260131-120000 --step 57",)),

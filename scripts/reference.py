@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md and docs/metrics.md: ``python -m scripts.reference [--check]``.
+"""Write the tables of pages of docs/ (see PAGES) from the code: ``python -m scripts.reference [--check]``.
 
 `make test` checks that the pages are up to date.
 """
@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from local_runner.checks import READERS
 from services.core.settings import ADVANCED, Settings
+from services.run_page.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 STANDARD = ("python_", "process_", "stamina_")
@@ -126,7 +127,65 @@ def metrics_tables() -> str:
     return "\n".join([*lines, *(f"| `{column}` | {text} | |" for column, text in DERIVED.items()), ""])
 
 
-PAGES = {ROOT / "docs/configuration.md": settings_tables, ROOT / "docs/metrics.md": metrics_tables}
+def rules_table() -> str:
+    """Return the table of the rules that judge a run."""
+    lines = ["## What it says", "", "| finding | severity | symptom | cause | remedy |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        symptom = (inspect.getdoc(rule.check) or "").splitlines()[0]
+        cause = f"{rule.certainty}: {rule.cause}" if rule.cause else "named by the failure"
+        lines.append(f"| {rule.name} | {rule.severity} | {symptom} | {cause} | {rule.remedy} |")
+    return "\n".join([*lines, ""])
+
+
+def models_table() -> str:
+    """Return the table of the families of models that were tried."""
+    from transformers import AutoConfig
+
+    from services.embedded_engine.families import FAMILIES as PACKED
+    from trainer.model.attention import obstacle_to_trees
+    from trainer.model.families import FAMILIES
+
+    lines = ["## Families", "", f"| {' | '.join(_OF_FAMILY)} |", "|---" * len(_OF_FAMILY) + "|"]
+    for family in FAMILIES:
+        layout = "rows" if obstacle_to_trees(AutoConfig.for_model(family.kind, **family.options)) else "trees"
+        lora = "yes" if family.has_adapters else "no"
+        engine = "packed" if family.kind in PACKED else "transformers'"
+        sglang = "its own" if family.is_in_sglang else "transformers'"
+        cells = [
+            family.models,
+            f"`{family.kind}`",
+            family.layers,
+            layout,
+            lora,
+            engine,
+            sglang,
+            family.calls,
+            family.ran,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+_OF_FAMILY = (
+    *(
+        "models",
+        "model_type",
+        "layers",
+        "layout",
+        "LoRA",
+        "embedded engine",
+        "SGLang",
+        "calls of tools",
+        "what has run",
+    ),
+)
+
+PAGES = {
+    ROOT / "docs/configuration.md": settings_tables,
+    ROOT / "docs/metrics.md": metrics_tables,
+    ROOT / "docs/models.md": models_table,
+    ROOT / "docs/guides/diagnosing.md": rules_table,
+}
 """The function that returns a page's text from its first second-level heading on; what is above is written by hand."""
 
 

@@ -105,31 +105,33 @@ def make_stand_in(model: str, directory: Path) -> None:
     model's. No weights of the model are read or downloaded.
 
     Raises:
-        ConfigurationError: the model's configuration cannot be loaded, or the embedded engine does not compute models
-            of its type. Or the model is in ``directory``.
+        ConfigurationError: the model's configuration cannot be loaded, or transformers has no causal language model
+            of it. Or the model is in ``directory``.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from services.embedded_engine.weights import Architecture, WeightsError
-
     source = model_files(model, with_weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        Architecture(config)
-    except (OSError, ValueError, AttributeError, WeightsError) as error:
-        raise ConfigurationError(
-            f"MODEL_NAME={model}: the embedded engine cannot compute it ({first_line(error)}); rehearse another model"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"MODEL_NAME={model}: {first_line(error)}; rehearse another model") from error
     if source.resolve() == directory.resolve():
         raise ConfigurationError(f"MODEL_NAME={model} is where --keep writes the stand-in; give another --keep")
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if hasattr(config, name)}
-    sizes |= {"layer_types": config.layer_types[:LAYERS]} if getattr(config, "layer_types", None) else {}
+    if kinds := getattr(config, "layer_types", None):
+        sizes["layer_types"] = [*dict.fromkeys(kinds), *kinds][:LAYERS]
     for name, value in (sizes | {"num_hidden_layers": LAYERS, "tie_word_embeddings": True, "dtype": "float32"}).items():
         setattr(config, name, value)
     remove_directory(directory)
     disable_progress_bar()
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    try:
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    # A configuration of another task, or whose sizes depend on others than those of SIZES.
+    except Exception as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: transformers makes no small model of it ({first_line(error)}); rehearse another model"
+        ) from error
     (directory / "generation_config.json").unlink(missing_ok=True)  # made of config.json, which has the end tokens
     for path in source.iterdir():
         is_read = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from local_runner.spec import JOB_GROUPS, load
@@ -52,6 +54,26 @@ def test_a_nodes_image_has_what_its_setup_installs() -> None:
         there = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest][-1]
         assert all(wanted <= given for wanted, given in zip(requirements(install), requirements(there), strict=True))
         assert ("--constraint constraints.txt" in install) == ("--constraint constraints.txt" in there)
+
+
+@pytest.mark.parametrize(
+    ("installs", "code"),
+    [
+        ("numpy-2.3.0 skypilot-grpo-1.0", 0),
+        ("sglang-0.5.23", 1),
+        ("skypilot-grpo-1.0 torch-2.14.1", 1),
+        ("nvidia-nccl-cu13-2.30.7 skypilot-grpo-1.0", 1),
+        ("sglang-kernel-0.4.5 torchao-0.17.0", 0),
+    ],
+)
+def test_an_image_whose_sglang_torch_or_nccl_pip_would_replace_is_not_built(
+    tmp_path: Path, installs: str, code: int
+) -> None:
+    _, its = stages()["rollout"]
+    [check] = [rest for instruction, rest in its if instruction == "RUN" and "--dry-run" in rest]
+    pip = f"pip() {{ echo 'Would install {installs}'; }}"
+    script = f"{pip}; {check}".replace("/tmp/plan", str(tmp_path / "plan"))
+    assert subprocess.run(["sh", "-c", script], capture_output=True, check=False).returncode == code
 
 
 def test_the_last_step_of_each_image_installs_a_checkout_without_an_index() -> None:

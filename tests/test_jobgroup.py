@@ -1,6 +1,9 @@
 """jobgroup.yaml is valid for SkyPilot, and correct where SkyPilot does not check it."""
 
+import os
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +89,36 @@ def test_each_task_runs_one_short_command_that_takes_its_place(documents):
         assert first == "set -euo pipefail" == document["setup"].splitlines()[0]
         assert re.fullmatch(rf"python -m [\w.]+{RESTARTS}", command)
         assert re.search(rf"{RESTARTS}$", document["setup"].strip())
+
+
+PIP = """#!/bin/sh
+cd "$(dirname "$0")"
+case $1 in
+    list) cat packages ;;
+    install) cp after packages; exit $(cat code) ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("before", ["pip 26.0\nsglang 0.0.0.dev\nnvidia-nccl-cu13 2.28.3\n", "pip 26.0\n"])
+def test_the_log_of_engines_says_what_pip_replaced_in_the_image(documents, tmp_path: Path, before: str) -> None:
+    [setup] = [document["setup"] for document in documents[1:] if document["name"] == "rollout-server"]
+    after = ["sglang 0.5.23", "torch 2.14.1", "nvidia-nccl-cu13 2.30.7"]
+    for name, content in ("packages", before), ("after", "\n".join(["pip 26.0", *after])), ("code", "0"):
+        (tmp_path / name).write_text(content)
+    for name, script in ("pip", PIP), ("python", "#!/bin/sh\necho $3\n"):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run(["bash", "-c", setup], env=variables, capture_output=True, text=True, check=False)
+
+    ended = run()
+    assert ended.returncode == 0
+    assert ended.stdout.splitlines() == [*before.splitlines()[1:], *after], "and nothing of other packages"
+    (tmp_path / "code").write_text("33")
+    assert run().returncode == 33, "what pip ends with"
 
 
 ADDED = {

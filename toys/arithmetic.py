@@ -12,11 +12,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen2Tokenizer
 
 ALPHABET = "0123456789+-*= "
 PAD, END = "<pad>", "<end>"
@@ -63,26 +64,29 @@ def build_tokenizer(tokens: Sequence[str] = ALPHABET, context: int = CONTEXT) ->
     return tokenizer
 
 
-def build_model(seed: int = 0) -> Qwen2ForCausalLM:
-    """Return the untrained model in float32, with random weights from ``seed``."""
+SIZES: dict[str, Any] = {
+    "vocab_size": len(ALPHABET) + 2,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "tie_word_embeddings": True,
+}
+
+
+def build_model(seed: int = 0, config: PretrainedConfig | None = None) -> PreTrainedModel:
+    """Return an untrained model in float32, with random weights from ``seed``; without a configuration, the Qwen2."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(ALPHABET) + 2,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config or Qwen2Config(**SIZES))
+    return model
 
 
-def warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
+def warm_up(model: Any, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
     """Train ``model`` on answers until its sampled accuracy passes WARM_ACCURACY, and return that accuracy.
 
     torch computes with one thread from then on: a second one would only wait for the first.
@@ -115,7 +119,7 @@ def _batch(tokenizer: Qwen2Tokenizer, drawn: list[Question]) -> tuple[torch.Tens
     return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
+def sampled_accuracy(model: Any, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
     """Return the share of one-digit questions answered right by one completion sampled at temperature 1."""
     everything = questions()
     prompts = torch.tensor([tokenizer.encode(question.prompt) for question in everything])
@@ -135,9 +139,9 @@ def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed
     return right / len(everything)
 
 
-def make(directory: Path, *, seed: int = 0) -> float:
+def make(directory: Path, *, seed: int = 0, config: PretrainedConfig | None = None) -> float:
     """Write the warmed-up model and its tokenizer to ``directory``, and return its sampled accuracy."""
-    tokenizer, model = build_tokenizer(), build_model(seed)
+    tokenizer, model = build_tokenizer(), build_model(seed, config)
     accuracy = warm_up(model, tokenizer, seed=seed)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)

@@ -5,6 +5,8 @@ Rank 0 runs it. ``services`` has its calls to the services, and ``rank_calls`` t
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import InterruptedCallError
+from services.engines.engine import WorkerRefusedError
 from services.protocol.groups import Group
 from services.run_page.progress import of_sources
 from trainer.algorithm.gae import critic_metrics
@@ -26,7 +29,7 @@ from trainer.config.objective import Objective
 from trainer.model.learner import UpdateResult
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.saving import DiskFullError, writing
-from trainer.publishing.probe import Probe
+from trainer.publishing.proof import is_unusual, name_part, to_score
 from trainer.publishing.publisher import Publisher
 from trainer.rank_calls import ENDINGS, RankCalls, TrainingDivergedError, computation
 from trainer.reporting.profiles import StepProfile
@@ -78,7 +81,7 @@ class TrainingLoop:
         self.publisher = Publisher(
             self.settings, thread, writer, on_all_ranks(writer.write), on_all_ranks(writer.release)
         )
-        self.probe = Probe(self.publisher, self.learner.policy, on_all_ranks(self.learner.logprobs))
+        self.status.refusals = self.publisher.prover.refusals
         save, store = on_all_ranks(rank_calls.save_checkpoint), rank_calls.checkpoints
         self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, store, save, on_all_ranks)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services.ask_engines)
@@ -101,9 +104,10 @@ class TrainingLoop:
             if self.settings.needs_engines:
                 self.enter("publish", "writing the first policy version")
                 # The version is written before the wait for workers, because an engine that starts may wait for it.
+                self.remember_answers()
                 self.on_all_ranks(self.rank_calls.writer.write)(self.state.policy_version)
-                self.services.wait_for_workers()
-                self.publish(Batch(self.objective))
+                self.services.wait_for_workers(self.publisher.keep_on_volume)
+                self.publish()
             if self.state.step == 0:
                 self.evaluate_outside_steps()
             self.status.clock.lap()
@@ -112,7 +116,7 @@ class TrainingLoop:
             if self.state.evaluated_step != self.state.step:
                 # METHOD=sft publishes only what is evaluated, and the prompts may end between two evaluations.
                 if self.settings.needs_engines and self.status.policy_version != self.state.policy_version:
-                    self.publish(Batch(self.objective))
+                    self.publish()
                 self.evaluate_outside_steps(is_last=True)
             self.save_checkpoint(wait=True)
         except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
@@ -162,7 +166,8 @@ class TrainingLoop:
             services.acknowledge({group.group_id: self.objective.priority(group) for group in groups})
             is_evaluated = self.is_due(settings.eval_every) or state.step == self.total_steps
             if is_sampled or (is_evaluated and settings.needs_engines):
-                metrics |= self.publish(batch)
+                metrics |= self.publish()
+                metrics |= self.split_mismatch(batch, metrics, update.steps)
             if is_evaluated:
                 metrics |= self.evaluate(is_last=state.step == self.total_steps)
             self.enter("record", "asking for the account of tokens")
@@ -296,18 +301,55 @@ class TrainingLoop:
             )
         return result
 
-    def publish(self, batch: Batch) -> dict[str, float]:
+    def publish(self) -> dict[str, float]:
         """Make the rollout workers serve the policy, and return the metrics of it."""
         version = self.state.policy_version
         way = f" over the shared volume, because no broadcast works: {self.publisher.refusal}"
         way = way if self.publisher.refusal else ""
         self.enter("publish", f"publishing policy version {version} to the rollout workers{way}")
+        remembering = self.remember_answers()
         self.on_all_ranks(self.rank_calls.leave_gpu)()  # for engines that wake and take their memory back
-        metrics = self.publisher.publish(version) | self.probe.check(batch.prepared(batch.groups))
-        if self.settings.engine_sleeps:
-            self.on_all_ranks(self.rank_calls.leave_gpu)()  # the probe has gathered the parameters
+        metrics = self.publisher.publish(version)
+        if "proof_seconds" in metrics:
+            metrics["proof_seconds"] += remembering
         self.status.policy_version = version
         return metrics
+
+    def split_mismatch(self, batch: Batch, metrics: dict[str, float], updates: int) -> dict[str, float]:
+        """Say which part of an unusual ``kl_behaviour`` is wrong, and return the metrics of it.
+
+        Newly published weights are those of trainer and workers, so what they say of a few of the step's completions
+        has neither staleness nor wrong weights in it. With several updates a step the metric is no mismatch.
+        """
+        kl, staleness = metrics.get("kl_behaviour", 0.0), metrics.get("staleness_max", 0.0)
+        usual, policy = metrics.get("probe_difference", 0.0), self.learner.policy
+        if updates > 1 or not is_unusual(kl, usual, staleness):
+            return {}
+        groups = to_score(batch.prepared(batch.groups), policy.config.vocab_size)
+        ours = self.on_all_ranks(self.learner.logprobs)(groups, temperature=1.0)
+        try:
+            theirs = self.publisher.rescored([[*g.prompt_ids, *g.sequences[0].completion_ids.tolist()] for g in groups])
+        except (WorkerRefusedError, DependencyLostError) as error:
+            log.warning("a mismatch cannot be split", reason=str(error))
+            return {}
+        distances = [
+            min(abs(a - b), 1.0)
+            for (own,), all_ in zip(ours, theirs, strict=True)
+            for a, b in zip(own, all_[-len(own) :], strict=True)
+        ]
+        if not distances:
+            return {}
+        residual = statistics.fmean(distances)
+        part, sentence = name_part(kl, residual, usual, staleness)
+        log.warning(sentence, part=part, step=self.state.step)
+        return {"gap_residual": residual}
+
+    def remember_answers(self) -> float:
+        """Compute the answers by which workers prove the policy's version; return the seconds."""
+        started = time.perf_counter()
+        logprobs = self.on_all_ranks(self.learner.logprobs)
+        self.publisher.prover.remember(self.state.policy_version, self.learner.policy, logprobs)
+        return time.perf_counter() - started
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
         """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
@@ -395,6 +437,7 @@ class TrainingLoop:
         with writing(self.settings.run_dir):
             self.files.record_samples(self.state.step, batch.groups, groups)
             metrics |= self.status.clock.lap()
-            self.files.record_step(self.state.step, metrics, batch.scored)
+            self.files.record_step(self.state.step, metrics, batch.scored, groups)
+        self.files.diagnose(self.state.accuracy_before_low)
         self.status.step, self.status.metrics = self.state.step, metrics
         log.info(f"step {self.state.step}/{self.total_steps}", **headline(metrics))

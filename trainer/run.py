@@ -40,6 +40,7 @@ from trainer.model.saving import keep_untrained, writing
 from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, KeptKernels, RankCalls
+from trainer.reporting.group_facts import GroupFacts
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, listen_for_status, log_activity, serve_status
 from trainer.reporting.trackers import tracker_of
@@ -222,7 +223,8 @@ def _drive(
         decode = policy.description.decode
         components = {c.task: services.thread.call(c.settings()) for c in services.clients.services}
         _check_columns(settings, data, components)
-        files = RunFiles(settings, state.step, decode, components, room.holds)
+        facts = GroupFacts(settings, *policy.description.special_tokens)
+        files = RunFiles(settings, state.step, decode, components, room.holds, facts)
     # Its first failure is among the files, which forget that of an earlier attempt.
     if settings.mode is Mode.ASYNC and settings.collector_in_process:
         collecting = collect_sources(settings, services.clients, services.makers)
@@ -236,9 +238,9 @@ def _drive(
             status.begin("save", "saving the model")
             rank_calls.on_all_ranks(rank_calls.save_model)()
         except Exception as error:
-            _write_summary(files, _summary(settings, rank_calls, state, data, error))
+            _write_summary(files, _summary(settings, rank_calls, status, data, error))
             raise
-        _write_summary(files, _summary(settings, rank_calls, state, data, None))
+        _write_summary(files, _summary(settings, rank_calls, status, data, None))
     status.begin("finished", "finished")
     log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
 
@@ -283,11 +285,12 @@ def _by_source(state: RunState) -> dict[str, Any]:
 
 
 def _summary(
-    settings: TrainerSettings, rank_calls: RankCalls, state: RunState, data: DataStats, error: Exception | None
+    settings: TrainerSettings, rank_calls: RankCalls, status: RunStatus, data: DataStats, error: Exception | None
 ) -> dict[str, Any]:
     """Return the content of summary.json; ``error`` ended the run."""
-    compute = rank_calls.learner.policy.compute
+    compute, state = rank_calls.learner.policy.compute, status.state
     assert compute is not None
+    assert state is not None
     return {
         **outcome_of(error),
         "steps": state.step,
@@ -302,6 +305,7 @@ def _summary(
         "eval_reward_before": state.eval_reward_before,
         "accuracy_after_step": state.evaluated_step or None,
         "evaluation_error": state.evaluation_error,
+        "workers_refused": status.refusals or None,
         "model": settings.model_name,
         "dataset": data.source,
         "rows": data.rows,

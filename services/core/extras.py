@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "evaluation.trajectories": ("environment", "head", "local"),
     "scripts.launch": ("local", "trainer"),
     "scripts.models": ("demo", "local", "rollout"),
+    "scripts.tasks": ("environment", "local"),
     "scripts.rehearse": ("local", "rollout", "trainer"),
     "local_runner": ("local",),
     "toys.arithmetic": ("rollout",),

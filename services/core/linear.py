@@ -14,7 +14,6 @@ AMX in its process, unless the environment names instructions itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,23 +25,25 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 PAD_ROWS = 32
 
 
-Linear = Callable[[Tensor], Tensor]
-"""A layer from x [rows, in] to x W^T + b [rows, out]."""
-
-
 class PackedLinear:
     """A weight in oneDNN's own layout, on a CPU. ``can_pack`` says which weights have one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._bias = bias
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return self._multiply(x) if len(x) != 1 else self._multiply(torch.cat([x, x]))[:1]
 
+    @property
+    def weight(self) -> Tensor:
+        """A copy of the weight [out, in], read from oneDNN's layout."""
+        weight: Tensor = self._weight.to_dense()
+        return weight
+
     def _multiply(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
         return result
 
 
@@ -50,8 +51,8 @@ class PlainLinear:
     """A weight in its usual layout; rows are padded to a multiple of ``pad_rows``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, pad_rows: int) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
         self._pad_rows = pad_rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,7 +61,38 @@ class PlainLinear:
         missing = -rows % self._pad_rows
         if missing:
             x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-        return torch.nn.functional.linear(x, self._weight, self._bias)[:rows]
+        return torch.nn.functional.linear(x, self.weight, self.bias)[:rows]
+
+
+class Head:
+    """An output head: a layer to float32 logits of bfloat16 or float32 hidden states.
+
+    Sums are accumulated in float32 and not rounded, as in the trainer, because rounding a logit of 20 to bfloat16
+    changes it by up to 0.06. On a CPU, for which torch has no product of bfloat16 factors that returns float32, the
+    weight is packed in float32.
+    """
+
+    bias = None
+
+    def __init__(self, weight: Tensor) -> None:
+        self._layer = make_linear(weight.float(), None) if weight.device.type == "cpu" else None
+        self._weight = None if self._layer else weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], on a CPU a copy in float32."""
+        return self._weight if self._layer is None else self._layer.weight  # type: ignore[return-value]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        if self._layer is not None:
+            return self._layer(x.float())
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % PAD_ROWS))
+        return torch.mm(padded, self.weight.T, out_dtype=torch.float32)[: len(x)]
+
+
+Linear = PackedLinear | PlainLinear | Head
+"""A layer from x [rows, in] to x W^T + b [rows, out]; ``weight`` [out, in] is what it computes with."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -75,21 +107,3 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     if can_pack(weight.dtype, weight.device):
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias, pad_rows=PAD_ROWS)
-
-
-def make_head(weight: Tensor) -> Linear:
-    """Return the output head: a layer to float32 logits of bfloat16 or float32 hidden states.
-
-    Sums are accumulated in float32 and not rounded, as in the trainer, because rounding a logit of 20 to bfloat16
-    changes it by up to 0.06. On a CPU, for which torch has no product of bfloat16 factors that returns float32, the
-    weight is packed in float32.
-    """
-    if weight.device.type == "cpu":
-        layer = make_linear(weight.float(), None)
-        return lambda x: layer(x.float())
-
-    def multiply(x: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % PAD_ROWS))
-        return torch.mm(padded, weight.T, out_dtype=torch.float32)[: len(x)]
-
-    return multiply

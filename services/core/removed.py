@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "JUDGE_SECOND_ORDER": "judge_group asks once for each group, in an order that it draws",
     "PUBLISH_DELTA": "every version has all weights; PUBLISH_TRANSPORT=broadcast sends them past a slow volume, and "
     "LORA_RANK makes versions small",
+    "PUBLISH_PROBE": "every publication is proven: by digests of weights, and by log-probabilities of a fixed text",
     "REPLAY_CAPACITY": "the replay-buffer keeps 100,000 groups, of which REPLAY_MAX_STALENESS bounds the age",
     "REPLAY_CORRECTION": "prioritised replay has the beta of its paper, 0.4",
     "REPLAY_EXPONENT": "replayed groups are drawn in proportion to their priorities",

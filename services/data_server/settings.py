@@ -61,8 +61,9 @@ class DataSettings(
 
     dataset: str = Field("gsm8k", min_length=1)
     """`gsm8k`, `arithmetic` (a built-in generator), `seeds` (of episodes, for ROLLOUT=environment),
-    `reasoning_gym:NAME` (a generator of reasoning-gym; SOURCES mixes several), a Hugging Face dataset id, or a path to
-    a .jsonl or .parquet file; with METHOD=sft also to a .groups file, which `grpo groups` writes."""
+    `reasoning_gym:NAME` (a generator of reasoning-gym; SOURCES mixes several), `harbor:DIR` (a directory of tasks in
+    Harbor's format, or a file with a directory a line), a Hugging Face dataset id, or a path to a .jsonl or .parquet
+    file; with METHOD=sft also to a .groups file, which `grpo groups` writes."""
     dataset_config: str | None = None
     """Configuration name of a Hugging Face dataset. For `reasoning_gym:...` JSON with any of `size` (questions, 1000),
     `levels` (of difficulty, from 0) and the generator's parameters: `{"size": 1000, "levels": [0, 1], "chain_sum":
@@ -74,7 +75,8 @@ class DataSettings(
     dataset_test_split: str = "test"
     """Split of a Hugging Face dataset that is held out of training."""
     dataset_test: Path | None = None
-    """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file."""
+    """A .jsonl or .parquet file of held-out prompts, for a DATASET that is a file; a directory of held-out tasks for
+    `harbor:DIR`."""
     dataset_held_out: float = Field(0.05, gt=0, lt=1)
     """Share of the questions held out of training, each with all of its rows, for a dataset that has no held-out split
     of its own. With METHOD=sft unset means none."""
@@ -143,8 +145,10 @@ class DataSettings(
         return LARGEST_DEMONSTRATION if self.method is Method.SFT else LARGEST_ROW
 
 
-GENERATORS = ("arithmetic", "seeds", REASONING_GYM)
-"""The values of DATASET that name a generator; one that ends with a colon has its own parameters behind it."""
+HARBOR = "harbor:"
+"""The beginning of a DATASET that names tasks in Harbor's format."""
+GENERATORS = ("arithmetic", "seeds", REASONING_GYM, HARBOR)
+"""The values of DATASET that name a generator or tasks; one that ends with a colon has its own parameters behind it."""
 GROUPS = ".groups"
 """The end of the name of a file that `grpo groups` has written, whose groups METHOD=sft trains on."""
 FILE_TYPES = (".jsonl", ".parquet")
@@ -154,6 +158,8 @@ _OTHER = (".csv", ".tsv", ".json")
 
 def is_path(dataset: str) -> bool:
     """Return whether DATASET names a file: a dataset on the hub has one slash at most, and no file's ending."""
+    if generator_of(dataset) is not None:
+        return False
     looks_like_path = Path(dataset).suffix in (*FILE_TYPES, GROUPS, *_OTHER) or dataset.startswith(
         ("/", "./", "../", "~")
     )
@@ -166,7 +172,7 @@ def is_on_hub(dataset: str) -> bool:
 
 
 def generator_of(dataset: str) -> str | None:
-    """Return the name in GENERATORS of the generator that DATASET names; None for a file or a dataset on the hub."""
+    """Return the name in GENERATORS that DATASET has; None for a file or a dataset on the hub."""
     for name in GENERATORS:
         if dataset == name or (name.endswith(":") and dataset.startswith(name)):
             return name
@@ -182,7 +188,7 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
     if not is_path(settings.dataset):
         if generator_of(settings.dataset) is None and os.path.isdir(settings.dataset):
             raise ConfigurationError(f"DATASET {settings.dataset!r} is a directory in {Path.cwd()}; name a file in it")
-        if settings.dataset_test is not None:
+        if settings.dataset_test is not None and generator_of(settings.dataset) != HARBOR:
             raise ConfigurationError(
                 f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is not a file; "
                 "leave out DATASET_TEST (DATASET_TEST_SPLIT names the held-out split of a dataset on the hub)"

@@ -1,4 +1,4 @@
-"""The engine for machines without a GPU: the part of SGLang's HTTP contract that this project uses, on torch alone.
+"""The engine for machines without a GPU: the part of SGLang's HTTP contract that this project uses, in torch.
 
     app.py            the application: loads the model and runs the engine
     requests.py       the state that all routes share, the bodies, and the engine's requests made from them
@@ -6,7 +6,9 @@
     weight_routes.py  SGLang's routes that change weights and load LoRA adapters
     engine.py         the thread that runs the model: calls from outside, pauses, changes of weights
     scheduler.py      requests, running and queued sequences: admission and prefill, decode, preemption, ends
+    families.py       the families that model.py computes
     model.py          the transformer: prefill of packed prompts, decoding of a whole batch, attention, experts
+    any_model.py      every other causal language model, by transformers' forward pass and cache
     adapters.py       LoRA adapters, read, checked, and computed next to the linear layers
     kv_cache.py       keys and values of the running sequences, in bounded memory, and of prefixes to reuse
     sampling.py       seeded sampling and log-probabilities

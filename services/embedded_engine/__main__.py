@@ -10,17 +10,21 @@ from services.chat.tokenizers import import_transformers_alone
 from services.core import endpoints, logs, machine
 from services.core.errors import exit_code_of
 from services.core.imports import pause_collection
+from services.core.models import model_files
+from services.embedded_engine.families import is_known, read_config
 from services.engines.settings import EngineSettings
 from services.http.server import listen, serve
 
 
-def import_application() -> ModuleType:
+def import_application(model_name: str) -> ModuleType:
     """Import and return the module of the engine's application, in a process of the engine's own.
 
-    Beside torch, transformers would import torch's compiler and distributed tensors, which the engine never uses.
+    Beside torch, transformers would import torch's compiler and distributed tensors, which only models need that
+    transformers computes.
     """
     with pause_collection():
-        import_transformers_alone()
+        if is_known(read_config(model_files(model_name, with_weights=False))):
+            import_transformers_alone()
         from services.embedded_engine import app
     return app
 
@@ -33,7 +37,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=default.port, help="port to listen on, default 30001")
     address = parser.parse_args()
     settings = EngineSettings.load()
-    application = import_application()
+    application = import_application(settings.model_name)
     logs.configure(application.SERVICE, settings.log_level)
     if settings.keep_memory:
         machine.keep_freed_memory()

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.core.linear import Linear, make_linear
-from services.embedded_engine.weights import Architecture, WeightsError, check_finite, refuse
+from services.embedded_engine.weights import Architecture, TensorNames, WeightsError, check_finite, refuse
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 
-_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MERGED = {
     "query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
@@ -68,7 +68,9 @@ class LayerAdapter:
 
 
 Adapter = Sequence[LayerAdapter]
-"""The adapter of a model, layer by layer."""
+"""The adapter of a model of a known family, layer by layer."""
+AnyAdapter = Adapter | Mapping[str, LowRank]
+"""The same, or any other model's adapter: a product for each adapted layer by its name."""
 
 
 def adapted(linear: Linear, low_rank: LowRank | None, x: Tensor, rows: Tensor | None) -> Tensor:
@@ -79,7 +81,7 @@ def adapted(linear: Linear, low_rank: LowRank | None, x: Tensor, rows: Tensor | 
     return torch.where(rows, (y.float() + low_rank(x)).to(y.dtype), y)
 
 
-def read_adapter(directory: Path, architecture: Architecture, device: torch.device) -> Adapter:
+def read_adapter(directory: Path, architecture: TensorNames, device: torch.device) -> AnyAdapter:
     """Return the adapter in a directory as PEFT writes it.
 
     Raises:
@@ -96,42 +98,54 @@ def read_adapter(directory: Path, architecture: Architecture, device: torch.devi
 def pack_adapter(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    architecture: Architecture,
+    architecture: TensorNames,
     device: torch.device,
     source: str,
-) -> Adapter:
+) -> AnyAdapter:
     """Return an adapter, ready to compute with, made of PEFT's configuration and tensors.
+
+    That of a known family has a product for each of a layer's matrix products; any other's, one for each linear layer.
 
     Raises:
         WeightsError: the adapter is not LoRA, does not fit the model, or is not finite.
     """
     scale = _scale(config, source)
-    _check(tensors, architecture, int(config["r"]), source)
+    factors = _checked(tensors, architecture, int(config["r"]), source)
     check_finite(tensors, source)
-    shapes = architecture.shapes()
+    with torch.inference_mode():
+        pairs = {
+            name: (one["A"].to(device, torch.float32), one["B"].to(device, torch.float32) * scale)
+            for name, one in factors.items()
+        }
+        if isinstance(architecture, Architecture):
+            return _merged(pairs, architecture, device)
+        return {name: LowRank(make_linear(a, None), make_linear(b, None)) for name, (a, b) in pairs.items()}
+
+
+def _merged(pairs: Mapping[str, tuple[Tensor, Tensor]], architecture: Architecture, device: torch.device) -> Adapter:
+    """Return the adapter of a known family from A and s B of each adapted projection."""
+    layers = architecture.linear_layers()
 
     def low_rank(layer: int, projections: Sequence[str]) -> LowRank | None:
         downs, ups = [], []
         for name in projections:
             module = f"model.layers.{layer}.{name}"
-            if f"{module}.weight" not in shapes:
+            if module not in layers:
                 return None  # The layer is a mixture of experts, whose experts have no adapters.
-            a, b = (tensors.get(f"base_model.model.{module}.lora_{side}.weight") for side in "AB")
-            if a is not None and b is not None:
-                downs.append(a.to(device, torch.float32))
-                ups.append(b.to(device, torch.float32) * scale)
+            if module in pairs:
+                downs.append(pairs[module][0])
+                ups.append(pairs[module][1])
             else:
-                ups.append(torch.zeros(shapes[f"{module}.weight"][0], 0, device=device))
+                ups.append(torch.zeros(layers[module][0], 0, device=device))
         if not downs:
             return None
         # Projections of the same input are one product, so B is block-diagonal.
         return LowRank(make_linear(torch.cat(downs), None), make_linear(torch.block_diag(*ups), None))
 
-    with torch.inference_mode():
-        return [
-            LayerAdapter(*(low_rank(layer, _MERGED[field.name]) for field in fields(LayerAdapter)))
-            for layer in range(architecture.num_layers)
-        ]
+    return [
+        LayerAdapter(*(low_rank(layer, _MERGED[field.name]) for field in fields(LayerAdapter)))
+        for layer in range(architecture.num_layers)
+    ]
 
 
 def _scale(config: Mapping[str, Any], source: str) -> float:
@@ -144,21 +158,26 @@ def _scale(config: Mapping[str, Any], source: str) -> float:
     return read.lora_alpha / read.r
 
 
-def _check(tensors: Mapping[str, Tensor], architecture: Architecture, rank: int, source: str) -> None:
-    """Compare names and shapes of an adapter's tensors with the model's projections."""
-    shapes = architecture.shapes()
-    adaptable = {projection for projections in _MERGED.values() for projection in projections}
+def _checked(
+    tensors: Mapping[str, Tensor], architecture: TensorNames, rank: int, source: str
+) -> dict[str, dict[str, Tensor]]:
+    """Return A and B of each adapted layer, after comparing their names and shapes with the model's layers."""
+    layers = architecture.linear_layers()
+    factors: dict[str, dict[str, Tensor]] = {}
     problems = [] if tensors else ["there are no tensors"]
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
-        weight = shapes.get(f"{match[1]}.weight") if match else None
-        if match is None or weight is None or match[3] not in adaptable:
+        layer = architecture.own_name(match[1]) if match else ""
+        if match is None or layer not in layers:
             problems.append(f"{name} adapts no projection of the model")
             continue
-        expected = (rank, weight[1]) if match[4] == "A" else (weight[0], rank)
+        outputs, inputs = layers[layer]
+        expected = (rank, inputs) if match[2] == "A" else (outputs, rank)
         if tuple(tensor.shape) != expected:
             problems.append(f"{name} is {list(tensor.shape)} instead of {list(expected)}")
-        other = name.replace(f"lora_{match[4]}", "lora_B" if match[4] == "A" else "lora_A")
+        other = name.replace(f"lora_{match[2]}", "lora_B" if match[2] == "A" else "lora_A")
         if other not in tensors:
             problems.append(f"{other} is missing")
+        factors.setdefault(layer, {})[match[2]] = tensor
     refuse(source, problems)
+    return factors

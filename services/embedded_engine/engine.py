@@ -18,9 +18,8 @@ import torch
 from prometheus_client import Gauge
 
 from services.core.logs import get_logger
-from services.embedded_engine.adapters import Adapter
+from services.embedded_engine.adapters import AnyAdapter
 from services.embedded_engine.loading import Loaded
-from services.embedded_engine.model import Weights
 from services.embedded_engine.scheduler import PREFILL_TOKENS, Request, Scheduler, Sequence
 
 log = get_logger(__name__)
@@ -175,17 +174,17 @@ class Engine:
 
         return self._between_steps(flush)
 
-    def change_weights(self, weights: Weights, version: str) -> Future[None]:
-        """Exchange the weights once nothing runs, or at once if paused."""
+    def change_weights(self, weights: Any, version: str) -> Future[None]:
+        """Exchange the weights, as the model packed them, once nothing runs, or at once if paused."""
 
         def change() -> None:
-            self._scheduler.model.weights = weights
+            self._scheduler.model.load(weights)
             self._scheduler.version = version
             self._scheduler.drop_caches()
 
         return self._between_steps(change, changes_weights=True)
 
-    def change_adapter(self, adapter: Adapter | None, name: str) -> Future[None]:
+    def change_adapter(self, adapter: AnyAdapter | None, name: str) -> Future[None]:
         """Exchange the LoRA adapter, or remove it (None), once nothing runs, or at once if paused.
 
         Requests for an adapter that is removed end as aborted, unless another is loaded before the pause ends.

@@ -11,9 +11,11 @@ When the cache is full, the least recently used leaf is removed first.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,28 +34,88 @@ def round_up(length: int, step: int = STEP) -> int:
     return -(-length // step) * step
 
 
-class KVCache:
+class Rows(ABC):
+    """What is cached of the running sequences, in rows without holes, for at most ``max_tokens`` tokens in all."""
+
+    prefix_tokens: int
+    """The most tokens of ended sequences that are kept for those that continue them."""
+
+    def __init__(self, max_tokens: int, max_rows: int) -> None:
+        self.max_tokens = max_tokens
+        self.max_rows = max_rows
+        self.row_length = 0
+        """The tokens for which each row has room."""
+
+    def whole_length(self, length: int) -> int:
+        """Return the length of rows for sequences of up to ``length`` tokens."""
+        return min(round_up(length, ROW_STEP), self.max_tokens)
+
+    def capacity(self, length: int) -> int:
+        """Return the number of sequences of up to ``length`` tokens that fit at once."""
+        return min(self.max_rows, self.max_tokens // self.whole_length(length))
+
+    @property
+    @abstractmethod
+    def has_memory(self) -> bool:
+        """False once the memory was given away."""
+
+    @abstractmethod
+    def occupy(self, *, has_memory: bool) -> None:
+        """Take the memory, or give it away while no sequence runs."""
+
+    @abstractmethod
+    def ensure(self, length: int, used_rows: int, used_length: int) -> None:
+        """Make rows of ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
+
+        Rows shrink only when none is in use, because the rows in use must be copied.
+        """
+
+    @abstractmethod
+    def move(self, source: int, target: int, length: int) -> None:
+        """Put a row's first ``length`` tokens in the place of another row."""
+
+    @abstractmethod
+    def read(self, row: int, start: int, stop: int) -> Any:
+        """Return a copy of what is cached of some of a row's tokens."""
+
+    @abstractmethod
+    def write(self, rows: slice, content: Any) -> None:
+        """Write what ``read`` returned, into each of ``rows``."""
+
+    @abstractmethod
+    def storer(self, rows: Sequence[slice]) -> Callable[..., None]:
+        """Return a function by which a model's prefill writes each of its sequences into one of ``rows``."""
+
+    @abstractmethod
+    def truncate(self, count: int) -> None:
+        """Forget all but the first ``count`` rows, if that saves memory."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, because even masked values spoil results when they are not finite."""
+
+
+class KVCache(Rows):
     """Rows of keys and values. On a CPU the system assigns the memory only as rows are written."""
 
     def __init__(
         self, architecture: Architecture, max_tokens: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.max_tokens = max_tokens
-        self.max_rows = max_rows
+        super().__init__(max_tokens, max_rows)
+        self.prefix_tokens = max_tokens // 2
         self.num_heads, self.head_dim = architecture.num_kv_heads, architecture.head_dim
         self.num_layers = architecture.num_layers
         self._dtype, self._device = dtype, device
-        self.row_length = 0
         self.rows = 0
         self.occupy(has_memory=True)
 
     @property
     def has_memory(self) -> bool:
-        """False once the memory was given away."""
+        """See Rows."""
         return self._memory.numel() > 0
 
     def occupy(self, *, has_memory: bool) -> None:
-        """Take the block of memory, or give it away while no sequence runs."""
+        """See Rows; the memory is one block."""
         self._memory = self._view = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -65,16 +127,9 @@ class KVCache:
         self._memory = _zeros(shape, self._dtype, self._device)
         self._divide(min(ROW_STEP, self.max_tokens))
 
-    def capacity(self, length: int) -> int:
-        """Return the number of sequences of up to ``length`` tokens that fit at once."""
-        return min(self.max_rows, self.max_tokens // min(round_up(length, ROW_STEP), self.max_tokens))
-
     def ensure(self, length: int, used_rows: int, used_length: int) -> None:
-        """Make rows of ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
-
-        Rows shrink only when none is in use, because the rows in use must be copied.
-        """
-        wanted = min(round_up(length, ROW_STEP), self.max_tokens)
+        """See Rows."""
+        wanted = self.whole_length(length)
         if wanted == self.row_length or (wanted < self.row_length and used_rows):
             return
         old = [(self.keys[i], self.values[i]) for i in range(self.num_layers)]
@@ -87,19 +142,32 @@ class KVCache:
                 side[:used_rows, :, :used_length] = content
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first ``length`` tokens onto another row."""
+        """See Rows; it is copied."""
         self._view[:, :, target, :, :length] = self._view[:, :, source, :, :length]
 
     def read(self, row: int, start: int, stop: int) -> Tensor:
-        """Return a copy of the keys and values of some of a row's tokens, [2, layers, heads, tokens, head dim]."""
+        """See Rows; the keys and values are [2, layers, heads, tokens, head dim]."""
         return self._view[:, :, row, :, start:stop].clone()
 
     def write(self, rows: slice, content: Tensor) -> None:
-        """Write keys and values, as returned by ``read``, into each of ``rows``."""
+        """See Rows."""
         self._view[:, :, rows, :, : content.shape[3]] = content.unsqueeze(2)
 
+    def storer(self, rows: Sequence[slice]) -> Callable[[int, int, Tensor, Tensor], None]:
+        """See Rows; it takes a layer, a sequence's number, and its keys and values in this layer, [K, tokens, D]."""
+
+        def store(layer: int, number: int, keys: Tensor, values: Tensor) -> None:
+            if rows[number].stop > rows[number].start:
+                self.keys[layer][rows[number], :, : keys.shape[1]] = keys
+                self.values[layer][rows[number], :, : values.shape[1]] = values
+
+        return store
+
+    def truncate(self, count: int) -> None:
+        """See Rows; the block stays as it is."""
+
     def clear(self) -> None:
-        """Overwrite everything with zeros, because even masked values spoil results when they are not finite."""
+        """See Rows."""
         self._memory.zero_()
 
     def _divide(self, length: int) -> None:

@@ -16,7 +16,7 @@ L keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, modeling_rope_utils
 
-from services.core.linear import Linear, make_head, make_linear
+from services.core.linear import Head, Linear, make_linear
 from services.embedded_engine.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.kv_cache import STEP, KVCache, round_up
-from services.embedded_engine.weights import Architecture, WeightsError
+from services.embedded_engine.weights import Architecture
 
 CHUNK = 128
 """Values summed by one product."""
@@ -130,9 +130,47 @@ def pack_weights(
         )
 
     embedding = take("model.embed_tokens.weight")
-    head = make_head(embedding if architecture.has_tied_embeddings else take("lm_head.weight"))
+    head = Head(embedding if architecture.has_tied_embeddings else take("lm_head.weight"))
     layers = [layer(index) for index in range(architecture.num_layers)]
     return Weights(embedding, layers, take("model.norm.weight"), head)
+
+
+def named_weights(architecture: Architecture, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a model computes with by its name in a Hugging Face model directory: what ``pack_weights`` was given.
+
+    A tied head is yielded as ``lm_head.weight`` only where it has other values than the embedding.
+    """
+    shapes = architecture.shapes()
+
+    def parts(linear: Linear, prefix: str, *names: str) -> Iterator[tuple[str, Tensor]]:
+        for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
+            if whole is not None:
+                full = [f"{prefix}{name}.{kind}" for name in names]
+                yield from zip(full, whole.split([shapes[name][0] for name in full]), strict=True)
+
+    def mlp(prefix: str, gate_up: Linear, down: Linear) -> Iterator[tuple[str, Tensor]]:
+        yield from parts(gate_up, prefix, "gate_proj", "up_proj")
+        yield from parts(down, prefix, "down_proj")
+
+    yield "model.embed_tokens.weight", weights.embedding
+    yield "model.norm.weight", weights.norm
+    if not architecture.has_tied_embeddings or not torch.equal(head := weights.head.weight, weights.embedding.to(head)):
+        yield "lm_head.weight", weights.head.weight
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}."
+        yield f"{prefix}input_layernorm.weight", layer.attention_norm
+        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
+        if layer.query_norm is not None and layer.key_norm is not None:
+            yield f"{prefix}self_attn.q_norm.weight", layer.query_norm
+            yield f"{prefix}self_attn.k_norm.weight", layer.key_norm
+        yield from parts(layer.query_key_value, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj")
+        yield from parts(layer.output, f"{prefix}self_attn.", "o_proj")
+        if isinstance(layer.mlp, Mixture):
+            yield from parts(layer.mlp.router, f"{prefix}mlp.", "gate")
+            for number, expert in enumerate(layer.mlp.experts):
+                yield from mlp(f"{prefix}mlp.experts.{number}.", *expert)
+        else:
+            yield from mlp(f"{prefix}mlp.", *layer.mlp)
 
 
 class Model:
@@ -151,6 +189,18 @@ class Model:
         shape = self.architecture
         self._scale = shape.head_dim**-0.5
         self._joins_rows = joins_rows(shape.num_heads // shape.num_kv_heads, shape.head_dim, dtype, device)
+
+    def pack(self, tensors: dict[str, Tensor]) -> Weights:
+        """Return weights made of named tensors, which are removed from ``tensors``, for ``load``."""
+        return pack_weights(self.architecture, tensors, self.dtype, self.device)
+
+    def load(self, weights: Weights) -> None:
+        """Replace the weights."""
+        self.weights = weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model computes with by its name in a model directory."""
+        return named_weights(self.architecture, self.weights)
 
     def prefill(
         self,
@@ -306,8 +356,6 @@ def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     """
     parameters: dict[str, Any] = config.rope_parameters
     kind = parameters["rope_type"]
-    if kind in ("dynamic", "longrope"):
-        raise WeightsError(f"rope type {kind!r}: the embedded engine computes fixed rotations only")
     if kind == "default":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0

@@ -17,7 +17,7 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.kv_cache import KVCache, PrefixCache, common_length
+from services.embedded_engine.kv_cache import PrefixCache, Rows, common_length
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of, top_logprobs
 
@@ -113,9 +113,9 @@ class Request:
 
 @dataclass(frozen=True)
 class CachedPrompt:
-    """The result of a prefill for the completions that do not run yet: keys and values, and the last logits [1, V]."""
+    """The result of a prefill for the completions that do not run yet: a row of the cache, and the logits [1, V]."""
 
-    keys_values: Tensor
+    row: Any
     logits: Tensor
 
 
@@ -142,7 +142,7 @@ class Scheduler:
         self.unfinished: set[Request] = set()
         """All requests with a completion that has not ended."""
         self._cache = loaded.cache
-        self._prefixes = PrefixCache(loaded.cache.max_tokens // 2)
+        self._prefixes = PrefixCache(loaded.cache.prefix_tokens)
         self._decode_text = loaded.decode_text
         self._prefill_tokens = prefill_tokens
         self._sampler: Sampler | None = None
@@ -177,6 +177,7 @@ class Scheduler:
             tokens = sequence.request.prompt_ids + sequence.output_ids
             self.queue.appendleft(QueueEntry(sequence.request, tokens, [sequence]))
         self.running.clear()
+        self._cache.truncate(0)
         self._sampler = None
 
     def drop_caches(self) -> None:
@@ -261,6 +262,7 @@ class Scheduler:
                 # The newest token is not in the cache yet.
                 self._cache.move(len(running), row, last.length - 1)
             self._sampler = None
+        self._cache.truncate(len(running))
         if self._has_nonfinite_cache and not running:
             self._cache.clear()
             self._has_nonfinite_cache = False
@@ -276,7 +278,8 @@ class Scheduler:
 
     def _keep(self, use_adapter: bool, tokens: list[int], row: int) -> None:
         """Keep the keys and values of tokens that a row begins with, for what continues them."""
-        self._prefixes.insert(use_adapter, tokens, lambda start, stop: self._cache.read(row, start, stop))
+        if self._prefixes.max_tokens:
+            self._prefixes.insert(use_adapter, tokens, lambda start, stop: self._cache.read(row, start, stop))
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -299,19 +302,11 @@ class Scheduler:
         """Compute prompts into their cache rows; return the logits [1, V] after each prompt."""
         if not admissions:
             return {}
-        cache = self._cache
-
-        def store(layer: int, number: int, keys: Tensor, values: Tensor) -> None:
-            rows = admissions[number].rows
-            if rows.stop > rows.start:
-                cache.keys[layer][rows, :, : keys.shape[1]] = keys
-                cache.values[layer][rows, :, : values.shape[1]] = values
-
         entries = [admission.entry for admission in admissions]
         tokens = [admission.entry.tokens[admission.num_cached :] for admission in admissions]
         hidden = self.model.prefill(
             tokens,
-            store,
+            self._cache.storer([admission.rows for admission in admissions]),
             [entry.request.use_adapter for entry in entries],
             [torch.cat(admission.prefix, 3) if admission.prefix else None for admission in admissions],
         )
@@ -341,7 +336,7 @@ class Scheduler:
                 # The first sequence of a fresh prefill paid for the prompt.
                 sequence.cached_tokens = admission.num_cached if is_fresh and place == 0 else len(entry.tokens)
         if entry.cached is not None:
-            self._cache.write(rows, entry.cached.keys_values)
+            self._cache.write(rows, entry.cached.row)
             logits = entry.cached.logits
         assert logits is not None
         if entry.sequences and entry.cached is None:
@@ -378,9 +373,7 @@ class Admission:
         return sum(part.shape[3] for part in self.prefix)
 
 
-def choose(
-    queue: deque[QueueEntry], cache: KVCache, prefixes: PrefixCache, running: int, budget: int
-) -> list[Admission]:
+def choose(queue: deque[QueueEntry], cache: Rows, prefixes: PrefixCache, running: int, budget: int) -> list[Admission]:
     """Take entries from the queue, in order, as far as rows and prompt tokens allow.
 
     Args:
@@ -404,7 +397,8 @@ def choose(
         rows = slice(used, used + min(free, len(entry.sequences)))
         admission = Admission(entry, entry.sequences[:free], rows, _find_prefix(prefixes, entry))
         cost = 0 if entry.cached else len(entry.tokens) - admission.num_cached
-        if chosen and (cost > budget or any(_shares_more(admission, other) for other in chosen)):
+        shares = prefixes.max_tokens > 0 and any(_shares_more(admission, other) for other in chosen)
+        if chosen and (cost > budget or shares):
             break
         entry.sequences = entry.sequences[free:]
         budget -= cost

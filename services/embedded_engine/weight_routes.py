@@ -28,9 +28,8 @@ from services.core import machine
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.embedded_engine.adapters import read_adapter
-from services.embedded_engine.model import Weights
 from services.embedded_engine.requests import EngineState, state_of
-from services.embedded_engine.weights import Architecture, WeightsError, check, check_finite
+from services.embedded_engine.weights import TensorNames, WeightsError, check, check_finite
 from services.http.json_body import JsonRoute
 from services.protocol.base import StrictModel
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, receive_weights, unflattened
@@ -135,7 +134,7 @@ class WeightsReceiver:
     WeightsError, after which the weights in use are unchanged.
     """
 
-    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+    def __init__(self, architecture: TensorNames, device: torch.device) -> None:
         self.lock = asyncio.Lock()
         """Its holder may wait long for the trainer; updates from disk do not wait for it."""
         self._architecture = architecture
@@ -269,8 +268,8 @@ async def update_weights_from_disk(body: UpdateFromDisk, http: Request) -> Any:
         return _reply("weights updated from disk", model_path=body.model_path)
 
 
-async def _change(state: EngineState, weights: Weights, version: str | None) -> None:
-    """Exchange weights and version."""
+async def _change(state: EngineState, weights: Any, version: str | None) -> None:
+    """Exchange weights, as the model packed them, and version."""
     await wrap_future(state.engine.change_weights(weights, state.engine.version if version is None else version))
     if not machine.keeps_memory(state.settings.keep_memory):
         await in_background(machine.release_memory)
@@ -342,6 +341,21 @@ async def end_weight_update(http: Request) -> Any:
             async with state.update_lock:
                 await _change(state, weights, update.version)
     return _reply("update closed")
+
+
+class CheckWeights(BaseModel):
+    """Body of /weights_checker."""
+
+    action: Literal["checksum"] = "checksum"
+    selector: Literal["all", "target"] = "all"
+
+
+@router.post("/weights_checker", tags=["weights"])
+async def check_weights(http: Request, body: CheckWeights | None = None) -> Any:
+    """Return the digest of each tensor that the engine computes with, by its name in a checkpoint; the only rank's."""
+    state, action = state_of(http), (body or CheckWeights()).action
+    found = await in_background(state.loaded.digests)
+    return _reply(f"{action} of {len(found)} tensors") | {"ranks": [{"checksums": found}]}
 
 
 # --- LoRA adapters ---

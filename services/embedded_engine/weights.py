@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -20,20 +20,31 @@ class WeightsError(Exception):
     """The weights do not fit the model; nothing was changed."""
 
 
+class TensorNames(Protocol):
+    """The names and shapes of a model's tensors and linear layers, by which weights and adapters are checked."""
+
+    family: str
+    vocab_size: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
+
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return outputs and inputs of every layer that an adapter may adapt, by name."""
+
+    def own_name(self, name: str) -> str:
+        """Return the name in ``shapes`` or ``linear_layers`` of what a file calls ``name``."""
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor of that name is allowed but not read."""
+
+
 class Architecture:
     """The shape of a decoder of the Llama, Qwen2 or Qwen3 family, or of Qwen3's with mixtures of experts."""
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Read the shape from a configuration.
-
-        Raises:
-            WeightsError: the embedded engine does not compute this architecture.
-        """
+        """Read the shape from a configuration of which families.py says that it is known."""
         family = config.model_type
-        if family not in FAMILIES:
-            raise WeightsError(f"model type {family!r}: the embedded engine computes {', '.join(FAMILIES)}")
-        if getattr(config, "use_sliding_window", False) or config.hidden_act != "silu":
-            raise WeightsError("the embedded engine computes neither sliding windows nor activations other than silu")
         bias = bool(getattr(config, "attention_bias", False))
         self.family: str = family
         self.vocab_size: int = config.vocab_size
@@ -88,6 +99,21 @@ class Architecture:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return outputs and inputs of every dense projection, by name."""
+        weights = ((name.removesuffix(".weight"), shape) for name, shape in self.shapes().items())
+        return {
+            name: (shape[0], shape[1]) for name, shape in weights if name.endswith("_proj") and ".experts." not in name
+        }
+
+    def own_name(self, name: str) -> str:
+        """Return the name as it is."""
+        return name
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor of that name is allowed but not read: a tied copy, or a table that is computed."""
+        return name.endswith("rotary_emb.inv_freq") or (self.has_tied_embeddings and name == "lm_head.weight")
+
     def _mlp_projections(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         """Return outputs, inputs and whether there is a bias, by the name of each projection of a layer's MLP."""
         hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
@@ -104,13 +130,8 @@ class Architecture:
         return projections
 
 
-def is_ignored(architecture: Architecture, name: str) -> bool:
-    """Return whether a tensor of that name is allowed but not read: a tied copy, or a table that is computed."""
-    return name.endswith("rotary_emb.inv_freq") or (architecture.has_tied_embeddings and name == "lm_head.weight")
-
-
 def check(
-    architecture: Architecture, tensor_shapes: Mapping[str, tuple[int, ...]], source: str, *, is_complete: bool = True
+    architecture: TensorNames, tensor_shapes: Mapping[str, tuple[int, ...]], source: str, *, is_complete: bool = True
 ) -> None:
     """Compare names and shapes of tensors with the model's.
 
@@ -119,11 +140,12 @@ def check(
             first few.
     """
     shapes = architecture.shapes()
-    problems = [f"{name} is missing" for name in shapes if is_complete and name not in tensor_shapes]
-    for name, shape in tensor_shapes.items():
+    found = {architecture.own_name(name): shape for name, shape in tensor_shapes.items()}
+    problems = [f"{name} is missing" for name in shapes if is_complete and name not in found]
+    for name, shape in found.items():
         if name in shapes and shape != shapes[name]:
             problems.append(f"{name} is {list(shape)} instead of {list(shapes[name])}")
-        elif name not in shapes and not is_ignored(architecture, name):
+        elif name not in shapes and not architecture.is_ignored(name):
             problems.append(f"{name} is not part of the model")
     refuse(source, problems)
 
@@ -147,7 +169,7 @@ def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
             raise WeightsError(f"{source}: {name} has values that are not finite; a training step went wrong")
 
 
-def read_directory(directory: Path, architecture: Architecture) -> dict[str, Tensor]:
+def read_directory(directory: Path, architecture: TensorNames) -> dict[str, Tensor]:
     """Return a model directory's tensors (one file or several, any float type), checked against the model.
 
     Raises:
@@ -160,7 +182,8 @@ def read_directory(directory: Path, architecture: Architecture) -> dict[str, Ten
             places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a mapping
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in places.items()}
             check(architecture, shapes, source)
-            tensors = {n: file.get_tensor(n) for n, file in places.items() if not is_ignored(architecture, n)}
+            read = {n: file for n, file in places.items() if not architecture.is_ignored(architecture.own_name(n))}
+            tensors = {name: file.get_tensor(name) for name, file in read.items()}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{source} cannot be read: {error}") from error
     check_finite(tensors, source)

@@ -47,6 +47,10 @@ class WorkerRefusedError(Exception):
     """A worker refused or failed a request; the message has its URL, the route and its answer."""
 
 
+Check = Callable[["Engine"], Awaitable[None]]
+"""Raises WorkerRefusedError if an engine has not got what it should."""
+
+
 @dataclass(frozen=True)
 class Delivery:
     """A policy version on its way to engines."""
@@ -56,6 +60,8 @@ class Delivery:
     """Has an engine, which generates nothing now, load the version."""
     is_adapter: bool = False
     """The version is a LoRA adapter, which engines compute with in addition to their weights."""
+    check: Check | None = None
+    """Proves what the engine has loaded before it generates again."""
 
 
 def from_directory(version: int, path: Path | str, *, is_adapter: bool = False) -> Delivery:
@@ -83,6 +89,8 @@ class Engine(HttpClient):
     """Its weights stay on the GPU while it sleeps."""
     continues_with_new_adapter: ClassVar[bool] = False
     """Requests for the LoRA adapter stay while another one takes its place."""
+    hashes_checkpoint: ClassVar[bool] = False
+    """Its checksums are the digests of the checkpoint's tensors, by their names there."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float) -> None:
         super().__init__(url, token=token, service="worker", timeout=timeout)
@@ -258,15 +266,17 @@ class Engine(HttpClient):
             await self.hold(requests, for_adapter=delivery.is_adapter)
         async with asyncio.timeout(seconds):
             await delivery.load(self)
-            return await self.resume_with(delivery.version, started)
+            return await self.resume_with(delivery.version, started, delivery.check)
 
-    async def resume_with(self, version: int, started: float) -> float:
+    async def resume_with(self, version: int, started: float, check: Check | None = None) -> float:
         """Generate again with a version that is loaded; return the seconds since ``started``, when the pause began.
 
         Raises:
-            WorkerRefusedError: the engine refused a step, or serves another version.
+            WorkerRefusedError: the engine refused a step, serves another version, or fails the ``check``.
             DependencyLostError: the engine did not answer.
         """
+        if check is not None:
+            await check(self)
         await self.resume()
         pause = time.perf_counter() - started
         served = await self.version()
@@ -422,6 +432,27 @@ class Engine(HttpClient):
         """End a weight update by broadcast or a shared GPU."""
         await self._ask("POST", "/end_weight_update", {})
 
+    async def checksums(self) -> dict[str, dict[str, str]]:
+        """Return the checksums of the tensors that the engine computes with, by rank and name.
+
+        A rank is named by its places in the parallel groups. SGLang's tensors are those of its own layout, whole or a
+        rank's shard, with adapters left out.
+        """
+        ranks = (await self._ask("POST", "/weights_checker", {"action": "checksum"})).get("ranks")
+        if not isinstance(ranks, list) or not ranks:
+            raise WorkerRefusedError(f"worker {self.url}/weights_checker answered without checksums")
+        places = ("tp_rank", "dp_rank", "pp_rank")
+        by_rank = {}
+        for number, rank in enumerate(ranks):
+            info = rank.get("parallelism_info") or {}
+            name = " ".join(f"{place} {info[place]}" for place in places if place in info) or f"rank {number}"
+            by_rank[name] = dict(rank["checksums"])
+        return by_rank
+
+    async def is_quantized(self) -> bool:
+        """Return whether the engine computes in a type that not every change of a weight reaches."""
+        return (await self._ask("GET", "/server_info")).get("quantization") is not None
+
     # The part of ENGINE_SLEEPS.
 
     async def is_asleep(self) -> bool:
@@ -488,6 +519,7 @@ class Embedded(Engine):
     default_tokens = EMBEDDED_MAX_TOTAL_TOKENS
     keeps_weights_asleep = True
     continues_with_new_adapter = True
+    hashes_checkpoint = True
 
     @classmethod
     def check_installed(cls, settings: RolloutSettings, n_gpus: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from services.protocol.chat import CalledFunction
 from services.protocol.evaluation import Action, State
 from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
-from services.sandbox.backends import BackendName
+from services.sandbox.backends import BackendName, Interpreter, Layout
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits
 from services.sandbox.probe import choose
@@ -42,6 +43,7 @@ SOLUTION = "solution.py"
 SAVED_BYTES = 8 * 2**20
 SHOWN_CHARACTERS = 4000
 """Longer outputs are cut in the middle."""
+TIME_IS_OVER = "\n[the processor time of this session is over]"
 STEPS_PARTS = 3
 """A step may run a program, start a box and grade, so each may take this share of ENVIRONMENT_STEP_SECONDS."""
 BOX = "box"
@@ -96,36 +98,48 @@ def shown(result: Result) -> str:
     return f"{text}\n[{end}]".lstrip()
 
 
-class Sandboxes(Tasks):
-    """The rows of DATASET as tasks, and the task ``box``, which is an empty box.
+class Boxes(Tasks):
+    """Tasks whose programs run in boxes, which live on the event loop on which it was made."""
 
-    Boxes live on the event loop on which it was made.
-    """
-
-    def __init__(
-        self, rows: Mapping[str, Rows], settings: EnvironmentSettings, rewards: RewardSettings, backend: BackendName
-    ) -> None:
+    def __init__(self, settings: EnvironmentSettings, rewards: RewardSettings, backend: BackendName) -> None:
         self.settings, self.rewards = settings, rewards
         self.deterministic = settings.sandbox_repeatable
         seconds = settings.environment_step_seconds / STEPS_PARTS
-        self.limits = Limits(rewards.code_cpu_seconds, seconds, rewards.code_memory_mb)
-        self.splits = {name: len(split) for name, split in rows.items()} | {BOX: 1}
-        digests = " ".join(f"{split.digest()} {split.texts_digest()}" for split in rows.values())
-        turns, session = settings.text_turns, SESSION_SECONDS
-        self.version = f"1, {turns} turns of {self.limits}, {session:g} s, {rewards.code_score}, rows {digests}"
+        self.limits = Limits(
+            rewards.code_cpu_seconds, seconds, rewards.code_memory_mb, disk_mb=settings.sandbox_disk_mb
+        )
         self.places = asyncio.Semaphore(rewards.reward_workers)
         """One for each program that runs."""
+        self.trees: Mapping[str, Interpreter] = {}
+        """By the name of the image that a tree stands for."""
         self._boxes: WeakSet[Box] = WeakSet()
-        self._rows, self._backend, self._loop = rows, backend, asyncio.get_running_loop()
+        self._backend, self._loop = backend, asyncio.get_running_loop()
 
-    def make(self, split: str, index: int) -> Sandboxed:
-        """See Tasks."""
-        return Sandboxed(self, None if split == BOX else lambda: self._task(split, index))
+    def interpreter_of(self, image: str) -> Interpreter:
+        """Return the Python of a box of an image, which has the programs of its tree or of this machine."""
+        return self.trees.get(image, self.rewards.interpreter)
 
-    def box(self) -> Box:
-        """Return a new box with a directory."""
-        box = Box(self._backend, self.rewards.interpreter, self.limits, writes=True)
+    def box(self, limits: Limits | None = None, layout: Layout | None = None, image: str = "") -> Box:
+        """Return a new box with a directory, or with the paths of ``layout`` and the programs of an image."""
+        box = Box(self._backend, self.interpreter_of(image), limits or self.limits, writes=True, layout=layout)
         self._boxes.add(box)
+        return box
+
+    async def started(self, box: Box, files: Mapping[str, bytes]) -> Box:
+        """Start a box and load files into it.
+
+        Raises:
+            DependencyLostError: it does not start.
+            EnvironmentBrokenError: the files cannot be written.
+        """
+        try:
+            await box.start()
+        except SandboxError as error:
+            raise DependencyLostError(f"a box did not start: {error}") from error
+        loaded = found(await box.load(files))
+        if loaded.outcome is not Outcome.OK:
+            await box.close()
+            raise EnvironmentBrokenError(f"the files of the task cannot be written: {loaded.last_line}")
         return box
 
     async def end(self) -> None:
@@ -135,6 +149,24 @@ class Sandboxes(Tasks):
     async def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine, which runs on the boxes' event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class Sandboxes(Boxes):
+    """The rows of DATASET as tasks, and the task ``box``, which is an empty box."""
+
+    def __init__(
+        self, rows: Mapping[str, Rows], settings: EnvironmentSettings, rewards: RewardSettings, backend: BackendName
+    ) -> None:
+        super().__init__(settings, rewards, backend)
+        self.splits = {name: len(split) for name, split in rows.items()} | {BOX: 1}
+        digests = " ".join(f"{split.digest()} {split.texts_digest()}" for split in rows.values())
+        turns, session = settings.text_turns, SESSION_SECONDS
+        self.version = f"1, {turns} turns of {self.limits}, {session:g} s, {rewards.code_score}, rows {digests}"
+        self._rows = rows
+
+    def make(self, split: str, index: int) -> Sandboxed:
+        """See Tasks."""
+        return Sandboxed(self, None if split == BOX else lambda: self._task(split, index))
 
     def _task(self, split: str, index: int) -> Task:
         """Return the task of a row.
@@ -157,7 +189,7 @@ class Sandboxes(Tasks):
 class Sandboxed(Conversation):
     """An episode with a box, which starts with the first program."""
 
-    def __init__(self, tasks: Sandboxes, read: Any) -> None:
+    def __init__(self, tasks: Boxes, read: Any) -> None:
         self._tasks, self._read = tasks, read
         self._task: Task | None = None
         self._box: Box | None = None
@@ -204,32 +236,17 @@ class Sandboxed(Conversation):
         limits = self._tasks.limits
         async with self._tasks.places:
             if self._box is None:
-                self._box = await self._started(self._task.files if self._task else {})
+                self._box = await self._tasks.started(self._tasks.box(), self._task.files if self._task else {})
             limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
-            stdin = program.encode(errors="replace")
-            program, stdin = (program, b"") if len(stdin) < _ARGUMENT_BYTES else (_READ_PROGRAM[tool], stdin)
-            words = [self._box.python if tool == "python" else tool, "-c", program]
-            result = _found(await self._box.exec(words, stdin=stdin, limits=limits))
+            result = found(await execute(self._box, tool, program, limits))
         self._seconds -= result.cpu_seconds
-        return shown(result) + ("\n[the processor time of this session is over]" if self._seconds <= 0 else "")
-
-    async def _started(self, files: Mapping[str, bytes]) -> Box:
-        box = self._tasks.box()
-        try:
-            await box.start()
-        except SandboxError as error:
-            raise DependencyLostError(f"a box did not start: {error}") from error
-        loaded = _found(await box.load(files))
-        if loaded.outcome is not Outcome.OK:
-            await box.close()
-            raise EnvironmentBrokenError(f"the files of the task cannot be written: {loaded.last_line}")
-        return box
+        return shown(result) + (TIME_IS_OVER if self._seconds <= 0 else "")
 
     async def _grade(self, task: Task) -> float:
         """Return the reward of the box's files, by the tests in a second box."""
         tasks, files = self._tasks, task.files
         if self._box is not None:
-            saved = _found(await self._box.save(SAVED_BYTES))
+            saved = found(await self._box.save(SAVED_BYTES))
             await self._box.close()
             files = saved if isinstance(saved, dict) else {}
         if task.file not in files:
@@ -243,7 +260,7 @@ class Sandboxed(Conversation):
             return result
 
         async with tasks.places:
-            box = await self._started(files)
+            box = await tasks.started(tasks.box(), files)
             try:
                 code = files[task.file].decode("utf-8", "replace")
                 stops = tasks.rewards.code_score is CodeScore.ALL
@@ -257,24 +274,43 @@ class Sandboxed(Conversation):
         return float(share == 1) if stops else share
 
 
-def _found(result: T) -> T:
+async def execute(
+    box: Box, tool: str, program: str, limits: Limits, environment: Mapping[str, str] = MappingProxyType({})
+) -> Result:
+    """Run a program by the tool ``python`` or ``bash`` in a box."""
+    stdin = program.encode(errors="replace")
+    program, stdin = (program, b"") if len(stdin) < _ARGUMENT_BYTES else (_READ_PROGRAM[tool], stdin)
+    words = [box.python if tool == "python" else tool, "-c", program]
+    return await box.exec(words, stdin=stdin, limits=limits, environment=environment)
+
+
+def found(result: T) -> T:
+    """Return the result of something in a box; DependencyLostError where the box was lost."""
     if isinstance(result, Result) and result.outcome is Outcome.INFRASTRUCTURE:
         raise DependencyLostError(f"the box was lost: {result.last_line or 'its processes were killed'}")
     return result
 
 
 @asynccontextmanager
-async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Sandboxes]:
+async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Boxes]:
     """Load the tasks, choose the sandbox, and see that the tools run in it.
 
     Raises:
         ConfigurationError: DATASET cannot be loaded, no sandbox holds on this machine, or a tool does not run in one.
     """
-    data = DataSettings.load().model_copy(update={"reward_fn": "code"})
+    # Which imports this module.
+    from services.environment_server import harbor
+
+    data = DataSettings.load()
     rewards = RewardSettings.load().without_sources(reward_fn="code", accuracy_fn=None)
-    dataset = await in_background(lambda: dataset_rows.load(data, seen=("files", "file")))
-    backend = await choose(rewards.sandbox, rewards.interpreter, writes=True)
-    tasks = Sandboxes({"test": dataset.test, "train": dataset.train}, settings, rewards, backend)
+    tasks: Boxes
+    if of_harbor := harbor.datasets_of(data):
+        tasks = await harbor.load(of_harbor, settings, rewards)
+    else:
+        data = data.model_copy(update={"reward_fn": "code"})
+        dataset = await in_background(lambda: dataset_rows.load(data, seen=("files", "file")))
+        backend = await choose(rewards.sandbox, rewards.interpreter, writes=True)
+        tasks = Sandboxes({"test": dataset.test, "train": dataset.train}, settings, rewards, backend)
     box = await tasks.box().start()
     try:
         for program, advice in ((box.python, "set SANDBOX_PYTHON"), ("bash", "install bash")):

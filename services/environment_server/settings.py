@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 
 from pydantic import AnyHttpUrl, Field
 
@@ -36,6 +37,13 @@ class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     environment_step_seconds: float = Field(30.0, gt=0)
     """Time limit of one reset or step; an episode that exceeds it is lost."""
 
+    sandbox_disk_mb: int = Field(64, ge=1)
+    """Megabytes of files that a box of `sandbox` may have; in memory where bubblewrap isolates it, and for a task of
+    `harbor:DIR` in each directory that it writes to."""
+    sandbox_trees: dict[str, Path] = Field(default_factory=dict)
+    """Directory trees, such as debootstrap makes, whose programs the boxes of tasks of `harbor:DIR` have, by the image
+    that a Dockerfile names: `{"python:3.12-slim": "/trees/py312"}`. Each has a /usr/bin/python3 of 3.11 or later. Boxes
+    of other images have this machine's programs."""
     sandbox_repeatable: bool = False
     """`true`: the programs of `sandbox` may be run again, so that the episodes of a lost server continue in new boxes
     on another one, if every output is the same. `false`: nothing runs twice, and these episodes are lost."""

@@ -191,14 +191,14 @@ class Calls:
             held, following = for_template(turn.message), messages[length:]
             suffix = await self.prompts.suffix(held, turn.completion, following, tools, options)
             if suffix is not None:
-                return Call(name, turn, suffix, request.messages[length:], sampling, {})
+                return Call(name, turn, suffix, request.messages[length:], sampling, {}, bool(tools))
             BROKEN.inc()
         whole = await self.prompts.whole(messages, tools, options)
         if tools and not self._has_seen_tools:
             self._has_seen_tools = True
             if self.prompts.render(messages, None, options) == self.prompts.render(messages, tools, options):
                 log.warning(IGNORES_TOOLS)
-        return Call(name, None, whole, request.messages, sampling, {})
+        return Call(name, None, whole, request.messages, sampling, {}, bool(tools))
 
     async def _sample(
         self, session: Session, request: ChatRequest, call: Call, prompt_ids: list[int]

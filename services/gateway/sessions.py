@@ -184,6 +184,7 @@ class Session:
             sampled_tokens=self.sampled_tokens,
             tool_calls=sum(len(turn.message.get("tool_calls", ())) for turn in turns),
             unparsed_tool_calls=sum(turn.unparsed_calls for turn in turns),
+            tools_offered=sum(call.offers_tools for call in self.tree.calls.values()),
             branches=self.tree.branches,
             calls_repeated=self.repeated,
             refused=self.refused,

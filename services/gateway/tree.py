@@ -75,6 +75,7 @@ class Call:
     """The request's messages after those of ``parent``."""
     sampling: dict[str, Any]
     reply: dict[str, Any]
+    offers_tools: bool = False
     turns: list[Turn] = field(default_factory=list)
 
     @property
@@ -99,7 +100,7 @@ class Call:
             }
             for turn in self.turns
         ]
-        fields = ("name", "added_ids", "messages", "sampling", "reply")
+        fields = ("name", "added_ids", "messages", "sampling", "reply", "offers_tools")
         return {name: getattr(self, name) for name in fields} | {"parent": parent, "turns": turns}
 
 
@@ -133,8 +134,8 @@ class Tree:
     def restore(self, record: dict[str, Any]) -> Call:
         """Add a call from its record, in the order in which the calls were answered, and return it."""
         parent = None if record["parent"] is None else self.calls[record["parent"][0]].turns[record["parent"][1]]
-        fields = ("name", "added_ids", "messages", "sampling", "reply")
-        call = Call(parent=parent, **{name: record[name] for name in fields})
+        fields = ("name", "added_ids", "messages", "sampling", "reply", "offers_tools")
+        call = Call(parent=parent, **{name: record[name] for name in fields if name in record})
         call.turns = [
             Turn(
                 call,

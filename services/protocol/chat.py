@@ -88,14 +88,15 @@ class EpisodeFigures(WireModel):
 
     ``turns`` counts the calls of the model, and ``branches`` those that did not continue a held conversation, the first
     one excepted. ``calls_repeated`` counts the requests that repeated an earlier call and got its reply. ``tool_calls``
-    counts the tool calls that could be parsed. ``figures`` has an environment's named numbers, as means over the
-    episode's actions. ``seat`` is that of a game, and ``won`` says whether it won; both are None where there is one
-    seat, and ``won`` where the game has no end.
+    counts the tool calls that could be parsed, and ``tools_offered`` the calls of the model with tools to choose from.
+    ``figures`` has an environment's named numbers, as means over the episode's actions. ``seat`` is that of a game, and
+    ``won`` says whether it won; both are None where there is one seat, and ``won`` where the game has no end.
     """
 
     turns: Count = 0
     tool_calls: Count = 0
     unparsed_tool_calls: Count = 0
+    tools_offered: Count = 0
     branches: Count = 0
     calls_repeated: Count = 0
     figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)

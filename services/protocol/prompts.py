@@ -46,7 +46,7 @@ class Prompt(WireModel):
     """A prompt with its ground truth.
 
     ``id`` has the dataset's or the source's name, the split and the prompt's number, as in ``gsm8k/train/17``. With
-    DATASET=seeds, ``ground_truth`` is the seed of an episode.
+    DATASET=seeds or harbor:DIR, ``ground_truth`` is the seed of an episode.
     ``prompt`` is the text of the user's turn. ``prompt_ids`` is the whole prompt that the model sees: the chat template
     applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
     order, so that a consumer can count each prompt once an epoch. ``source`` is its name in SOURCES,

@@ -21,6 +21,7 @@ from services.core.logs import get_logger
 from services.core.supervisor import SupervisedProcess
 from services.core.tasks import in_background
 from services.engines.engine import Engine, WorkerRefusedError, from_directory
+from services.engines.proof import Evidence, UnprovenError, note_refusal, prove
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.http.client import HttpClient, RequestRefusedError
@@ -227,15 +228,30 @@ class WorkerRegistration:
             delivery = from_directory(newest.version, newest.path, is_adapter=has_adapter)
         # An adapter is never among the first weights, even if its version is the first.
         is_first = self._has_first_weights and not delivery.is_adapter
-        if not is_first or await self._worker.version() != delivery.version:
-            self._has_first_weights, self._is_loading = False, True
-            try:
-                async with self._held(newest):
-                    seconds = await self._worker.serve(delivery, "abort")
-            finally:
-                self._is_loading = False
-            self._log.info("worker caught up", policy_version=delivery.version, seconds=seconds)
+        if is_first and await self._worker.version() == delivery.version:
+            with contextlib.suppress(UnprovenError):  # of a version 0 that is rounded, or an engine that is wrong
+                await self._prove(newest, is_adapter=False)
+                return delivery.version
+        self._has_first_weights, self._is_loading = False, True
+        try:
+            async with self._held(newest):
+                seconds = await self._worker.serve(delivery, "abort")
+                await self._prove(newest, is_adapter=delivery.is_adapter)
+        except UnprovenError as error:
+            if newest is not None:
+                refused = error
+                await self._on_volume("write to", lambda: note_refusal(newest.path, refused))
+            raise
+        finally:
+            self._is_loading = False
+        self._log.info("worker caught up", policy_version=delivery.version, seconds=seconds)
         return delivery.version
+
+    async def _prove(self, newest: PublishedPolicy | None, *, is_adapter: bool) -> None:
+        """Prove that the engine serves the newest version; see ``services.engines.proof``."""
+        if newest is not None:
+            evidence = await self._on_volume("read", lambda: Evidence.read(newest.path))
+            await prove(self._worker, newest.version, evidence, is_adapter=is_adapter)
 
     async def _register(self) -> None:
         """Add the worker to the router, and wait until the router, which checks it first, sends it requests."""

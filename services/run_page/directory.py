@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.core.files import read_from, read_object, write_json
+from services.core.files import read_from, read_object, saved_steps, write_json
 from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
-from services.run_page.progress import EARLY_STEPS, Step, advice
-from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, read_lines
+from services.run_page.diagnosis import Diagnosis, Finding
+from services.run_page.history import History, question_key
+from services.run_page.progress import Step
+from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
 
 RUNS = Path("runs")
 NODES, LOCK = "nodes.json", "runner.lock"
@@ -31,6 +34,8 @@ FIRST_FAILURE = "first_failure.txt"
 """The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
 START_MARK = "=== "
 """The beginning of the line that a node's log has at every start."""
+KEPT_LINES = 64
+"""Lines of evaluations.jsonl that are compared with the training's prompts."""
 LOG_END_BYTES = 2**18
 """The end of a node's log in which its last error is looked for."""
 
@@ -79,8 +84,8 @@ class RunOverview:
 
     ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
     says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE. ``fork`` is that of
-    FORK: the parent's name, the step and the changed settings; empty for a run that is not a fork. ``error`` and
-    ``advice`` are None where there is nothing to say.
+    FORK: the parent's name, the step and the changed settings; empty for a run that is not a fork. ``error`` is
+    None where there is nothing to say. ``findings`` are those of ``Run.findings``, each with its ``text``.
     """
 
     name: str
@@ -93,7 +98,7 @@ class RunOverview:
     fork: dict[str, Any]
     state: str
     error: str | None
-    advice: str | None
+    findings: list[dict[str, Any]]
 
 
 class Run:
@@ -113,6 +118,8 @@ class Run:
         self._lock = threading.Lock()
         self._steps: list[Step] = []
         self._position = Position()
+        self._diagnosis = Diagnosis(History())
+        self._diagnosed = Position()
 
     @property
     def nodes(self) -> Nodes | None:
@@ -289,11 +296,36 @@ class Run:
             self._position = read.end
             return self._steps
 
-    def advice(self) -> str | None:
-        """Return the advice on the run's steps: of a run that is under way not before EARLY_STEPS of them."""
-        steps = self.steps()
-        is_early = len(steps) < EARLY_STEPS and self.state in (RUNNING, MAYBE)
-        return None if is_early else advice(steps)
+    def findings(self, accuracy_before: float | None = None) -> list[Finding]:
+        """Return what is wrong with the run; only the new lines of metrics.jsonl are judged.
+
+        Args:
+            accuracy_before: the lower end of the accuracy before the first step; None: that of the run's files.
+        """
+        with self._lock, read_from(self.path / "metrics.jsonl"):
+            read = read_lines(self.path / "metrics.jsonl", self._diagnosed)
+            if read.restarted or not self._diagnosed.file:
+                self._diagnosis = Diagnosis(History(self.settings(Task.TRAINER)))
+            history = self._diagnosis.history
+            if read.lines:
+                history.accuracy_before = self._accuracy_before() if accuracy_before is None else accuracy_before
+                history.held_out = history.held_out or self.held_out()
+            for row in filter(None, map(parse, read.lines)):
+                self._diagnosis.add(row)
+            self._diagnosed = read.end
+            return self._diagnosis.findings()
+
+    def _accuracy_before(self) -> float | None:
+        """Return the lower end of the accuracy before the first step, of the summary or else the newest checkpoint."""
+        steps = saved_steps(self.path / "checkpoints")
+        states = [self.summary, *(read_object(self.path / f"checkpoints/step-{n:06d}/state.json") for n in steps[-1:])]
+        return next((low for state in states if (low := state.get("accuracy_before_low")) is not None), None)
+
+    def held_out(self) -> frozenset[str]:
+        """Return the keys of the held-out prompts whose answers the first evaluation has kept."""
+        rows = [*filter(None, map(parse, read_lines(self.path / "evaluations.jsonl", Position(), KEPT_LINES).lines))]
+        first = [row for row in rows if row["step"] == rows[0]["step"]]
+        return frozenset(question_key(str(row["prompt"]), str(row["ground_truth"])) for row in first)
 
     def logs(self) -> list[Path]:
         """Return the logs of the nodes that have started, in the order of their names."""
@@ -330,7 +362,7 @@ class Run:
 
         Args:
             state: the state of a run whose own process asks; None: that of its files.
-            is_alone: whether the page shows this run alone, with the advice on it, for which all steps are read.
+            is_alone: whether the page shows this run alone, with its findings, for which all steps are read.
         """
         damaged: list[str] = []
 
@@ -342,9 +374,9 @@ class Run:
                 return None
 
         try:
-            hint = self.advice() if is_alone else None
+            found = self.findings() if is_alone else []
         except (ValueError, OSError):  # the page counts the lines that cannot be read
-            hint = None
+            found = []
         return RunOverview(
             name=self.name,
             path=str(self.path),
@@ -356,7 +388,7 @@ class Run:
             fork=read(FORK, lambda: read_object(self.path / FORK)) or {},
             state=state or self.state,
             error=self.error,
-            advice=hint,
+            findings=[vars(finding) | {"text": str(finding)} for finding in found],
         )
 
     def _written(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The progress of a run in words: its present activity, the steps of its metrics.jsonl, and advice on these.
+"""The progress of a run in words: its present activity, and the steps of its metrics.jsonl.
 
 Terminal, log, run page and ``grpo status`` all have it from here.
 """
@@ -25,31 +25,8 @@ REPORT_LATER_SECONDS = 60.0
 AVERAGED_STEPS = 3
 """Most steps at the start and at the end over which rewards are averaged."""
 
-EARLY_STEPS = 3
-"""The number of steps after which a run that is under way gets its first advice."""
-LOOK = "Look at the completions and their rewards (Samples on the run page)"
-
-LOST_STEPS, LOST_SHARE, LEAST_BEST = 5, 0.05, 0.1
-"""The reward is lost if it was below LOST_SHARE of the best step's, at least LEAST_BEST, in the last LOST_STEPS."""
-
 OVER_LIMIT = frozenset({"limit", "timeout", "reward_over_limit"})
 """Reasons of failure whose completions are wrong answers; the others have no reward."""
-
-REMEDIES = {
-    "reward_over_limit": "Make the reward function faster or smaller, or raise its limit.",
-    "limit": "Raise the limit, or end the episode before it: an environment does with truncated=True.",
-    "timeout": "Raise AGENT_SECONDS, or make the agent faster.",
-    "exception": "Correct the agent.",
-    "reward_error": "Correct the reward function.",
-    "no_call": "",  # its message says it
-    "environment": "Correct the environment.",
-    "refused": "Correct the environment.",
-    "lost": "See the logs of the environment-servers.",
-    "server": "See the log of the component that it names.",
-    "gateway": "See the logs of gateway and rollout-server.",
-    "opponent": "See why the other seat failed in the log of ppo-trainer.",
-}
-"""The remedy by reason of failure."""
 
 
 class Activity:
@@ -173,14 +150,6 @@ def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def advice(steps: Sequence[Step]) -> str | None:
-    """Return why completions of ``steps`` failed, why none of the steps changed the model, or that the reward was lost.
-
-    Return None if there is nothing to say.
-    """
-    return " ".join(filter(None, (_nothing_learned(steps), _lost(steps), _most_frequent_failure(steps)))) or None
-
-
 def failed(steps: Sequence[Step]) -> str | None:
     """Return the share of completions that failed, with the reasons, such as ``4/8 (limit)``; None if none did."""
     reasons = _failures(steps)
@@ -193,48 +162,6 @@ def failed(steps: Sequence[Step]) -> str | None:
 def counted(reasons: Counter[str]) -> str:
     """Return the reasons with their counts, the most frequent first; a single reason alone."""
     return ", ".join(reason if len(reasons) == 1 else f"{reason} {count}" for reason, count in reasons.most_common())
-
-
-def _nothing_learned(steps: Sequence[Step]) -> str | None:
-    if not steps or any(step.trained_tokens != 0 for step in steps):
-        return None
-    rewards = _rewards(steps)
-    count = f"{rewards.total()} completions"
-    if not rewards:
-        what, remedy = "no completion could be scored", LOOK
-    elif set(rewards) == {0.0}:
-        what = f"none of {count} got a reward; all have 0"
-        remedy = f"{LOOK}, try the reward function on a right answer, and ask in the prompt for the form that it reads"
-    else:
-        what = f"within each prompt's group, all rewards are equal ({count})"
-        remedy = f"{LOOK}: the prompts may be too easy or too hard, or the reward may not tell answers apart"
-    in_steps = f"in {len(steps)} steps" if len(steps) > 1 else "in the step"
-    # Rewards of the others say little where completions have failed.
-    return f"The model has learned nothing {in_steps}: {what}." + ("" if _failures(steps) else f" {remedy}.")
-
-
-def _lost(steps: Sequence[Step]) -> str | None:
-    """Return a sentence on a mean reward that has been nearly 0 for LOST_STEPS, and was well above 0 before."""
-    scored = [(step.step, step.reward) for step in steps if step.reward is not None]
-    best_step, best = max(scored[:-LOST_STEPS], key=lambda one: one[1], default=(0, 0.0))
-    lost = [step for step, reward in scored if step > best_step and reward < LOST_SHARE * best]
-    if best < LEAST_BEST or len(lost) < LOST_STEPS or [step for step, _ in scored[-LOST_STEPS:]] != lost[-LOST_STEPS:]:
-        return None
-    return (
-        f"The mean reward fell from {best:.3f} in step {best_step} to {scored[-1][1]:.3f}, since step {lost[0]}. "
-        f"{LOOK}; a smaller LEARNING_RATE is the first thing to try, from a checkpoint before that step."
-    )
-
-
-def _most_frequent_failure(steps: Sequence[Step]) -> str | None:
-    reasons = _failures(steps)
-    if not reasons:
-        return None
-    [(most, _)] = reasons.most_common(1)
-    message = next(message for step in steps for reason, _, message in step.failures if reason == most)
-    remedy = REMEDIES.get(most, f"{LOOK}.")
-    what = "have no reward, except that those over a limit are wrong"
-    return f"Failed completions {what}: {failed(steps)}. The most frequent failure: {message}. {remedy}".rstrip()
 
 
 def _rewards(steps: Sequence[Step]) -> Counter[float]:

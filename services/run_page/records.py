@@ -120,7 +120,7 @@ def read_metrics(path: Path, start: Position) -> Metrics:
     read = read_lines(path, start, RECORDS_A_REPLY)
     records = [record for line in read.lines if (record := parse(line)) is not None]
     names = dict.fromkeys(name for record in records for name in record)
-    for no_column in ("reward_counts", "failures"):
+    for no_column in ("reward_counts", "failures", "facts"):
         names.pop(no_column, None)
     return Metrics(
         file=read.end.file,

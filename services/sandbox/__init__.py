@@ -2,5 +2,6 @@
 
 ``box`` is the interface. ``backends`` isolates a box by bubblewrap or Landlock, and attacks each
 before it is used. ``zygote`` is the program inside a box, which forks a process for every piece of code; ``kernel``
-takes that process's rights away, and ``harness`` is what it does. These three use the standard library only.
+takes that process's rights away, and ``harness`` is what it does. ``as_answer`` takes further ones, where tests run an
+answer. These four use the standard library only.
 """

@@ -26,6 +26,8 @@ from services.sandbox import kernel
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 """The directories and files of the system that programs need, read-only; those that do not exist are left out."""
+OF_TREE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc")
+"""The directories that a tree may have in place of the system's."""
 BOX = "/box"
 """The directory of a bubblewrap box that code may write to."""
 _START = (
@@ -66,21 +68,29 @@ class Interpreter:
     readable: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that it needs."""
+    tree: str = ""
+    """The directory that a box of bubblewrap has OF_TREE of; empty: it has this machine's."""
 
     @classmethod
     def find(cls, path: str) -> Interpreter:
         """Ask an interpreter for its directories; ConfigurationError where it cannot be used."""
-        try:
-            done = subprocess.run(
-                [path, "-sPc", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS, check=True, env={}
-            )
-            version, executable, library, *directories = json.loads(done.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} does not run ({error}); name a Python 3.11") from error
-        if tuple(version) < _OLDEST:
-            raise ConfigurationError(f"SANDBOX_PYTHON {path!r} is Python {version[0]}.{version[1]}; name a Python 3.11")
+        executable, library, directories = _described([path], f"SANDBOX_PYTHON {path!r}")
         readable = _outermost([*SYSTEM, *directories, str(ROOT / "services/sandbox")])
         return cls(executable, library, tuple(directories[2:]), tuple(readable))
+
+    @classmethod
+    def find_in(cls, tree: Path) -> Interpreter:
+        """Ask the Python of a directory tree with the programs of a system, such as debootstrap makes.
+
+        Raises:
+            ConfigurationError: the tree has no Python 3.11 that bubblewrap can start.
+        """
+        system = [path for path in OF_TREE if (tree / path[1:]).exists()]
+        bound = [word for path in system for word in ("--ro-bind", f"{tree}{path}", path)]
+        words = [shutil.which("bwrap") or "bwrap", "--unshare-all", *bound, "--dev", "/dev", "/usr/bin/python3"]
+        executable, library, directories = _described(words, f"the Python of SANDBOX_TREES {str(tree)!r}")
+        readable = (*system, str(ROOT / "services/sandbox"))
+        return cls(executable, library, tuple(directories[2:]), readable, tree=str(tree))
 
     def for_every_user(self) -> Interpreter:
         """Return this interpreter, or a copy that every user can read if this one is below a private directory.
@@ -150,6 +160,21 @@ class Interpreter:
             os.chmod(below, 0o755)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Paths of its own for a box of bubblewrap, which is alone with them and with its network."""
+
+    places: tuple[str, ...]
+    """The directories that programs may write to, each in memory of its own; the first is where they begin."""
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    """Files and directories of this machine that programs may read, by their paths in the box."""
+    pipes: Mapping[str, str] = field(default_factory=dict)
+    """Named pipes of this machine that programs may write to, by their paths in the box, in one of the places. They can
+    neither be removed nor be replaced, nor can their modes be changed: none but regular files are read-only there."""
+    keeps_modes: bool = False
+    """Whether programs may not change the modes of their files, either."""
+
+
 def is_open(path: str) -> bool:
     """Return whether every user of this machine can read ``path``."""
     real = os.path.realpath(path)
@@ -184,32 +209,53 @@ def _link(source: Path, target: Path) -> None:
         target.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
 
 
+def _described(words: list[str], where: str) -> tuple[str, str, list[str]]:
+    """Return the program, the library and the directories of the Python that a command starts.
+
+    Raises:
+        ConfigurationError: it does not start, or is too old.
+    """
+    try:
+        done = subprocess.run(
+            [*words, "-sPc", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS, check=True, env={}
+        )
+        version, executable, library, *directories = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigurationError(f"{where} does not run ({error}); name a Python 3.11") from error
+    if tuple(version) < _OLDEST:
+        raise ConfigurationError(f"{where} is Python {version[0]}.{version[1]}; name a Python 3.11")
+    return executable, library, directories
+
+
 def _outermost(paths: list[str]) -> list[str]:
     """Return those of ``paths`` that exist and are not below another one."""
     existing = [Path(path) for path in dict.fromkeys(paths) if os.path.isabs(path) and os.path.exists(path)]
     return [str(path) for path in existing if not any(other in path.parents for other in existing)]
 
 
-def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int) -> list[str]:
+def command(backend: BackendName, interpreter: Interpreter, *, disk_mb: int, layout: Layout | None = None) -> list[str]:
     """Return the command of a box.
 
     Args:
         backend: what isolates it.
         interpreter: runs in it.
-        disk_mb: the size of the directory that code may write to; 0: there is none.
+        disk_mb: the size of the directory that code may write to; 0: there is none. With a layout, of each place.
+        layout: paths of its own.
 
     Raises:
-        OSError: this machine does not have the backend; the message says why.
+        OSError: this machine does not have the backend, or it gives boxes no paths; the message says why.
     """
     zygote = [interpreter.program, "-sPS", "-c", _START, str(ROOT / "services"), *interpreter.path]
     if backend is BackendName.BWRAP:
-        return [*_bubblewrap(interpreter, disk_mb), *zygote]
+        return [*_bubblewrap(interpreter, disk_mb, layout), *zygote]
+    if layout is not None:
+        raise OSError("a box with paths of its own needs SANDBOX=bwrap, because Landlock gives it no other paths")
     if not kernel.landlock_version():
         raise OSError(f"the kernel ({platform.release()}) has no Landlock, or its `lsm=` leaves it out")
     return zygote
 
 
-def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
+def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise OSError("the program bwrap is missing; install the package bubblewrap")
@@ -218,13 +264,24 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int) -> list[str]:
     own = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
     arguments += ["--cap-drop", "ALL"]
     arguments += [word for name in own for word in ("--cap-add", name)] if os.geteuid() == 0 else ["--unshare-user"]
+    for place in layout.places if layout else ():
+        below = next((path for path in interpreter.readable if Path(path).is_relative_to(place)), None)
+        if below and (os.geteuid() != 0 or below == place):
+            # Its owner could put another one in its place.
+            raise OSError(
+                f"programs write to {place}, where {below} is; keep it elsewhere (SANDBOX_PYTHON, or the project)"
+            )
+        arguments += ["--perms", "1777", "--size", str(disk_mb * 2**20), "--tmpfs", place]
     parents = {str(parent): None for path in interpreter.readable for parent in reversed(Path(path).parents[:-1])}
     for parent in parents:
         # Below /root, too, programs reach the interpreter, whose user is not root.
         arguments += ["--perms", "0755", "--dir", parent]
     for path in interpreter.readable:
-        arguments += ["--ro-bind", path, path]
+        source = f"{interpreter.tree}{path}" if interpreter.tree and path in OF_TREE else path
+        arguments += ["--ro-bind", source, path]
     arguments += ["--dev", "/dev"]
-    if disk_mb:
+    if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
+    for option, bound in (("--ro-bind", layout.mounts), ("--ro-bind", layout.pipes)) if layout else ():
+        arguments += [word for path, source in bound.items() for word in (option, source, path)]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--new-session", "--chdir", "/"]

@@ -9,13 +9,14 @@ import os
 import struct
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Self
 
-from services.sandbox.backends import BOX, BackendName, Interpreter, command, is_open
-from services.sandbox.kernel import Limits
+from services.sandbox.backends import BOX, BackendName, Interpreter, Layout, command, is_open
+from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.watch import remove
 
 START_SECONDS = 300.0
@@ -84,6 +85,14 @@ class Result:
         return (self.stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1][:300]
 
 
+class Files(dict[str, bytes]):
+    """The regular files of a box by path; those in ``executable`` are programs."""
+
+    def __init__(self, files: Mapping[str, bytes] = MappingProxyType({}), executable: Iterable[str] = ()) -> None:
+        super().__init__(files)
+        self.executable = set(executable)
+
+
 class SandboxError(Exception):
     """A box cannot be started; the message is the backend's."""
 
@@ -91,7 +100,15 @@ class SandboxError(Exception):
 class Box:
     """A box that runs one piece of code at a time."""
 
-    def __init__(self, backend: BackendName, interpreter: Interpreter, limits: Limits, *, writes: bool = False) -> None:
+    def __init__(
+        self,
+        backend: BackendName,
+        interpreter: Interpreter,
+        limits: Limits,
+        *,
+        writes: bool = False,
+        layout: Layout | None = None,
+    ) -> None:
         """Describe a box; ``start`` starts it.
 
         Args:
@@ -99,8 +116,10 @@ class Box:
             interpreter: the Python of its code.
             limits: what each piece of code may take, unless it is given limits of its own.
             writes: whether the box has a directory, which ``exec`` and ``load`` may write to.
+            layout: paths of its own, which it has in place of that directory.
         """
-        self.backend, self._interpreter, self._limits, self._writes = backend, interpreter, limits, writes
+        self.backend, self._interpreter, self._limits, self._layout = backend, interpreter, limits, layout
+        self._writes = writes or layout is not None
         self._directory: str | None = None
         self._user: int | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -114,6 +133,16 @@ class Box:
     def python(self) -> str:
         """The program of the box's Python, which the code in it can execute once the box has started."""
         return self._interpreter.program
+
+    def as_answer(self, readable: Sequence[str], places: Sequence[str]) -> str:
+        """Return the words before a program that writes to ``places`` alone, and reads them, ``readable`` and Python.
+
+        Before Linux 6.12 it can signal others, too. Without Landlock there are no such words.
+        """
+        if not landlock_version():
+            return ""
+        script = os.path.join(os.path.dirname(__file__), "as_answer.py")
+        return f"{self.python} -I {script} {':'.join([*self._interpreter.readable, *readable])} {':'.join(places)}"
 
     @property
     def pid(self) -> int:
@@ -136,8 +165,10 @@ class Box:
                 # Another user cannot reach a private directory for temporary files.
                 parent = "/var/tmp" if has_users and not is_open(tempfile.gettempdir()) else None
                 self._directory = BOX if is_isolated else tempfile.mkdtemp(prefix="grpo-box-", dir=parent)
+            if self._layout is not None:
+                self._directory = self._layout.places[0]
             disk_mb = self._limits.disk_mb if self._writes else 0
-            words = command(self.backend, self._interpreter, disk_mb=disk_mb)
+            words = command(self.backend, self._interpreter, disk_mb=disk_mb, layout=self._layout)
             words = ["/bin/sh", "-c", _FIRST_VICTIM, "sh", *words]
             self._process = await asyncio.create_subprocess_exec(
                 *words, env=self._environment(), cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
@@ -145,9 +176,12 @@ class Box:
             self._user = _take_user(self.pid) if has_users else None
             description = {
                 "uid": self._user,
-                "readable": self._interpreter.readable,
+                # Such a box has nothing else.
+                "readable": ["/"] if self._layout else self._interpreter.readable,
                 "box": self._directory,
                 "isolation": self.backend.value,
+                "places": self._layout.places if self._layout else None,
+                "keeps_modes": self._layout is not None and self._layout.keeps_modes,
             }
             async with asyncio.timeout(START_SECONDS):
                 await self._exchange(description)
@@ -165,6 +199,7 @@ class Box:
         *,
         stdin: bytes = b"",
         limits: Limits | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Result:
         """Run a program in the box's directory, with its children, and end what it leaves running.
 
@@ -172,25 +207,30 @@ class Box:
             argv: the program and its arguments.
             stdin: its standard input.
             limits: what it may take; None: the box's limits.
+            environment: variables in place of the box's or in addition to them.
         """
-        variables = {**self._environment(), "HOME": self._directory or "/"}
+        variables = {**self._environment(), "HOME": self._directory or "/", **environment}
         return await self.run("exec", stdin=stdin, limits=limits, argv=list(argv), environment=variables)
 
     async def load(self, files: Mapping[str, bytes]) -> Result:
         """Write files of the box by their paths below its directory; as code would, so that none leaves the box."""
         texts = {path: content.decode("latin-1") for path, content in files.items()}
-        return await self.run("load", stdin=json.dumps(texts).encode())
+        executable = sorted(files.executable) if isinstance(files, Files) else []
+        return await self.run("load", stdin=json.dumps(texts).encode(), executable=executable)
 
-    async def save(self, most_bytes: int) -> dict[str, bytes] | Result:
+    async def save(self, most_bytes: int) -> Files | Result:
         """Return the files of the box by path, links and pipes left out; the result where they cannot be read.
 
         Args:
-            most_bytes: of the files as JSON, above which the outcome is ``output``.
+            most_bytes: of the files, above which they cannot; as JSON at most, above which the outcome is ``output``.
         """
-        result = await self.run("save", limits=self._limits._replace(output_bytes=most_bytes))
+        places = list(self._layout.places) if self._layout else ["."]
+        limits = self._limits._replace(output_bytes=most_bytes)
+        result = await self.run("save", limits=limits, places=places, most_bytes=most_bytes)
         if result.outcome is not Outcome.OK:
             return result
-        return {path: content.encode("latin-1") for path, content in json.loads(result.reply).items()}
+        files, executable = json.loads(result.reply)
+        return Files({path: content.encode("latin-1") for path, content in files.items()}, executable)
 
     async def run(self, deed: str, *, stdin: bytes = b"", limits: Limits | None = None, **what: Any) -> Result:
         """Do one of zygote's ``DEEDS``; a box that does not answer gives ``infrastructure`` now and ever after."""
@@ -249,7 +289,7 @@ class Box:
             _taken.discard(self._user)
             self._user = None
         directory, self._directory = self._directory, None
-        if directory is not None and directory != BOX:
+        if directory is not None and directory != BOX and self._layout is None:
             await asyncio.to_thread(remove, directory)
         return message
 

@@ -40,11 +40,18 @@ _REFUSED_TO_ANSWERS = """
 fork 57 -  vfork 58 -  execve 59 221  execveat 322 281  kill 62 129  tkill 200 130  tgkill 234 131
 rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  setrlimit 160 164  timer_create 222 107
 """
-_CLONE, _FCNTL, _IOCTL, _PRLIMIT = (56, 220), (72, 25), (16, 29), (302, 261)
+_OF_OWN_NETWORK = "socket sendmsg sendmmsg fallocate truncate utime utimes futimesat utimensat"
+_OF_OWN_FILES = """
+chmod fchmod fchmodat chown fchown lchown fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+"""
+"""Of those, the calls that are allowed where the box has a network and files that nothing else sees."""
+_CLONE, _FCNTL, _IOCTL, _PRLIMIT, _SOCKET = (56, 220), (72, 25), (16, 29), (302, 261), (41, 198)
 _FIRST_UNKNOWN = 424
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _CLONE_THREAD, _NEW_NAMESPACES = 0x10000, 0x7E020000
+_OTHER_FAMILIES = (0, 3, 4, 5, 6, 7, 8, 9)
+"""The address families up to AF_INET6 that are neither AF_UNIX nor internet."""
 _SIGNAL_OWNERS = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX, by which the kernel sends any signal to any process of the user."""
 _TERMINALS = (0x8901, 0x8902, 0x5412)
@@ -95,10 +102,12 @@ def confine(
     *,
     uid: int | None,
     readable: Iterable[str],
-    box: str | None,
+    places: Sequence[str],
     is_answer: bool,
     needs_landlock: bool,
     shared: int,
+    is_alone: bool = False,
+    has_modes: bool = False,
 ) -> None:
     """Take every right from this process that code in a box does not need.
 
@@ -106,19 +115,21 @@ def confine(
         limits: what it may take.
         uid: the user to become; None: stay this one, without capabilities.
         readable: files and directories that it may read.
-        box: the directory that it may write to; None: no directory.
+        places: the directories that it may write to.
         is_answer: whether it may neither fork, nor execute a program, nor send a signal.
         needs_landlock: whether nothing else keeps it from the files of this machine.
         shared: threads outside the box that count towards its number of processes.
+        is_alone: whether its files and its network are the box's own, so that it may open sockets.
+        has_modes: whether it may then change the modes and owners of its files, too.
 
     Raises:
         OSError: the kernel refuses a step.
     """
-    _limit(limits, is_answer=is_answer, can_write=box is not None, shared=shared)
+    _limit(limits, is_answer=is_answer, can_write=bool(places), shared=shared)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if needs_landlock or landlock_version():
         # As the first user, who may reach directories that the other one may not.
-        _restrict_files(readable, box)
+        _restrict_files(readable, places, has_network=is_alone)
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -126,7 +137,17 @@ def confine(
     _check(_LIBRARY.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
     _prctl(_PR_SET_DUMPABLE, int(not is_answer))  # The files that a program has open can be seen.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    install_filter(filter_program(is_answer=is_answer))
+    install_filter(filter_program(is_answer=is_answer, is_alone=is_alone, has_modes=has_modes))
+
+
+def keep_to_files(readable: Iterable[str], places: Sequence[str]) -> None:
+    """Take from this process the rights on all other files, and that to signal processes which are not its children's.
+
+    Raises:
+        OSError: the kernel has no Landlock.
+    """
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _restrict_files(readable, places, has_network=True)
 
 
 def _limit(limits: Limits, *, is_answer: bool, can_write: bool, shared: int) -> None:
@@ -147,14 +168,15 @@ def _limit(limits: Limits, *, is_answer: bool, can_write: bool, shared: int) -> 
         resource.setrlimit(name, (bound if hard == resource.RLIM_INFINITY else min(bound, hard),) * 2)
 
 
-def _restrict_files(readable: Iterable[str], box: str | None) -> None:
+def _restrict_files(readable: Iterable[str], places: Sequence[str], *, has_network: bool) -> None:
     version = landlock_version()
     rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
     # No TCP port (version 4), no abstract socket and no signal beyond this process's own (version 6).
-    attributes = struct.pack("<QQQ", rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    has_ports = version >= 4 and not has_network
+    attributes = struct.pack("<QQQ", rights, 3 if has_ports else 0, 3 if version >= 6 else 0)
     ruleset = _check(_LIBRARY.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
     allowed = [(path, _READ) for path in readable] + [(path, _READ | _WRITE_FILE) for path in _DEVICES]
-    for path, wanted in [*allowed, *([(box, rights)] if box else [])]:
+    for path, wanted in [*allowed, *((place, rights) for place in places)]:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -167,7 +189,7 @@ def _restrict_files(readable: Iterable[str], box: str | None) -> None:
     os.close(ruleset)
 
 
-def filter_program(*, is_answer: bool) -> bytes:
+def filter_program(*, is_answer: bool, is_alone: bool = False, has_modes: bool = False) -> bytes:
     """Return the seccomp filter, a program of classic BPF.
 
     Raises:
@@ -176,13 +198,20 @@ def filter_program(*, is_answer: bool) -> bytes:
     audit, column = _architecture()
     program = [
         *[(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)],
-        # On x86_64 the calls of x32 have bit 30, so that they are beyond, too.
-        *[(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ENOSYS)],
+        (_LOAD, 0, 0, 0),
     ]
+    # ``as_answer`` takes further rights away.
+    for call in (_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT) if is_alone else ():
+        program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
+    # On x86_64 the calls of x32 have bit 30, so that they are beyond, too.
+    program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ENOSYS)]
+    allowed = f"{_OF_OWN_NETWORK if is_alone else ''} {_OF_OWN_FILES if has_modes else ''}".split()
     words = (_REFUSED + (_REFUSED_TO_ANSWERS if is_answer else "")).split()
-    for number in words[1 + column :: 3]:
-        if number != "-":
+    for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
+        if number != "-" and name not in allowed:
             program += [(_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, _EPERM)]
+    if is_alone:
+        program += _when(_SOCKET[column], 16, _AT_LEAST, (11,)) + _when(_SOCKET[column], 16, _EQUAL, _OTHER_FAMILIES)
     if is_answer:  # Only threads.
         program += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, 16), (_ANY_BIT, 1, 0, _CLONE_THREAD)]
         program += [(_RETURN, 0, 0, _EPERM), (_LOAD, 0, 0, 0)]

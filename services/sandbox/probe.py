@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
-from services.sandbox.backends import AUTOMATIC, BackendName, Interpreter
+from services.sandbox.backends import AUTOMATIC, BackendName, Interpreter, Layout
 from services.sandbox.box import Box, Outcome, Result, SandboxError
 from services.sandbox.kernel import Limits
 
@@ -90,7 +90,9 @@ _FILL_UNNAMED = (
 _LATE_SECONDS = 1.2
 
 
-async def choose(setting: BackendName, interpreter: Interpreter, *, writes: bool) -> BackendName:
+async def choose(
+    setting: BackendName, interpreter: Interpreter, *, writes: bool, layout: Layout | None = None
+) -> BackendName:
     """Return the backend to use: that of SANDBOX, or the first of AUTOMATIC through which no attack passes.
 
     Raises:
@@ -103,7 +105,7 @@ async def choose(setting: BackendName, interpreter: Interpreter, *, writes: bool
         )
     refusals = []
     for backend in AUTOMATIC if setting is BackendName.AUTO else (setting,):
-        problems = await attack(backend, interpreter, writes=writes)
+        problems = await attack(backend, interpreter, writes=writes, layout=layout)
         if not problems:
             return backend
         refusals.append(f"{backend}: {', '.join(problems)}")
@@ -113,17 +115,20 @@ async def choose(setting: BackendName, interpreter: Interpreter, *, writes: bool
     )
 
 
-async def attack(backend: BackendName, interpreter: Interpreter, *, writes: bool) -> list[str]:
+async def attack(
+    backend: BackendName, interpreter: Interpreter, *, writes: bool, layout: Layout | None = None
+) -> list[str]:
     """Return what a box of ``backend`` does not keep code from, or why there is no such box here; empty if it holds.
 
     Args:
         backend: what isolates the box.
         interpreter: runs in it.
         writes: whether the box is for programs that fork and write files, too.
+        layout: paths of its own, and a network of its own, for these programs.
     """
     generous = Limits(cpu_seconds=10, seconds=60, memory_mb=512)
     tight = generous._replace(cpu_seconds=0.3, seconds=1.0, output_bytes=10_000)
-    box = Box(backend, interpreter, generous._replace(disk_mb=4, processes=16), writes=writes)
+    box = Box(backend, interpreter, generous._replace(disk_mb=4, processes=16), writes=writes, layout=layout)
     try:
         await box.start()
         with _targets() as targets:
@@ -155,6 +160,10 @@ async def _attack_as_program(box: Box, interpreter: Interpreter) -> list[str]:
     # Signal 0 only asks whether one may be sent. Answers cannot ask, because kill is refused to them.
     if (await box.exec([python, "-c", f"import os; os.kill({os.getpid()}, 0)"])).outcome is Outcome.OK:
         passed.append("it signalled another process, which Landlock prevents from Linux 6.12 on, and another user")
+    with _targets() as (_, port, _, _):
+        connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
+        if (await box.exec([python, "-c", connect])).outcome is Outcome.OK:
+            passed.append("a program connected to this machine")
     for name, source in (("files", _FILL), ("files without a name", _FILL_UNNAMED)):
         if (await box.exec([python, "-c", source])).outcome is Outcome.OK:
             passed.append(f"it filled the disk by {name}")

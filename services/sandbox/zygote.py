@@ -20,7 +20,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from services.sandbox import harness, kernel
@@ -85,7 +85,15 @@ def _send(reply: dict[str, Any]) -> None:
 class Box:
     """The parts that all pieces of code in a box have in common."""
 
-    def __init__(self, uid: int | None, readable: list[str], box: str | None, isolation: str) -> None:
+    def __init__(
+        self,
+        uid: int | None,
+        readable: list[str],
+        box: str | None,
+        isolation: str,
+        places: list[str] | None = None,
+        keeps_modes: bool = False,
+    ) -> None:
         """Begin a box.
 
         Args:
@@ -93,8 +101,12 @@ class Box:
             readable: files and directories that code may read.
             box: the directory that code may write to; None: no directory.
             isolation: the backend: ``bwrap`` or ``landlock``.
+            places: the directories that programs may write to, with ``box`` among them, if the box has paths of its
+                own; None: they write to ``box`` alone.
+            keeps_modes: whether they may not change the modes of files there.
         """
         self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
+        self._places, self._keeps_modes = places, keeps_modes
         self._processes = Processes(isolation, _REQUESTS)
         if box is not None and isolation == "landlock":
             # Answers read it, who may be another user than the programs that wrote there.
@@ -166,10 +178,12 @@ class Box:
             limits,
             uid=self._uid,
             readable=[*self._readable, *folder],
-            box=self._directory if writes else None,
+            places=(self._places or folder) if writes else [],
             is_answer=is_answer,
             needs_landlock=self._isolation == "landlock",
             shared=self._tasks() if not is_answer else 0,
+            is_alone=self._places is not None and not is_answer,
+            has_modes=self._places is not None and not is_answer and not self._keeps_modes,
         )
         for directory in folder:
             os.chdir(directory)
@@ -227,25 +241,41 @@ def _execute(argv: list[str], environment: dict[str, str]) -> None:
     os.execvpe(argv[0], argv, environment)
 
 
-def _load() -> None:
+def _load(executable: list[str]) -> None:
+    programs = {*executable}
     for path, content in json.load(sys.stdin).items():
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path, "wb") as file:
+        mode = 0o755 if path in programs else 0o644
+        with open(path, "wb", opener=lambda name, flags, mode=mode: os.open(name, flags, mode)) as file:  # type: ignore[misc]
             file.write(content.encode("latin-1"))
 
 
-def _save() -> None:
-    files = {}
-    for folder, _, names in os.walk("."):
+def _save(places: list[str], most_bytes: int) -> None:
+    files: dict[str, str] = {}
+    executable, left = [], most_bytes
+    for folder, names in (found for place in places for found in _folders(place)):
         for path in (os.path.normpath(os.path.join(folder, name)) for name in names):
             # A link could name a file of the system, and a pipe has no end.
-            if stat.S_ISREG(os.lstat(path).st_mode):
+            if stat.S_ISREG((status := os.lstat(path)).st_mode):
+                # A sparse file has more bytes than it takes.
+                left -= status.st_size
+                if left < 0:
+                    raise OSError(f"the files have more than {most_bytes} bytes")
                 with open(path, "rb") as file:
                     files[path] = file.read().decode("latin-1")
+                executable += [path] if status.st_mode & stat.S_IXUSR else []
         if len(files) > _MOST_FILES:
             raise OSError(f"there are more than {_MOST_FILES} files")
     with _open_reply() as reply:
-        json.dump(files, reply, sort_keys=True)
+        json.dump([files, executable], reply, sort_keys=True)
+
+
+def _folders(place: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the directories of a place with the names of their files; without what is mounted below."""
+    device = os.lstat(place).st_dev
+    for folder, folders, names in os.walk(place):
+        folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
+        yield folder, names
 
 
 def _open_reply() -> TextIO:

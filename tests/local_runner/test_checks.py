@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from services.reward_server import judging
 from tests.fake_service import fake_service
 from tests.local_runner.in_process import call
 from tests.waiting import IDLE_SECONDS
+from toys.arithmetic import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +32,19 @@ def refused(*env: str, **options) -> str:
     with pytest.raises(ConfigurationError) as refusal:
         dry_run(*env, **options)
     return str(refusal.value)
+
+
+def test_a_model_that_engine_or_trainer_cannot_compute_is_refused_by_its_type(tmp_path):
+    arithmetic = ("DATASET=arithmetic", "PROMPT_STYLE=plain", "REWARD_FN=math", "ROLLOUT_ENGINE=embedded")
+    for config, named in (
+        ({"model_type": "of-our-own", "auto_map": {"AutoConfig": "code.Config"}}, "ROLLOUT_ENGINE"),
+        ({"model_type": "vit"}, "MODEL_NAME"),
+    ):
+        build_tokenizer().save_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        refusal = refused(f"MODEL_NAME={tmp_path}", "TRUST_REMOTE_CODE=true", *arithmetic)
+        assert config["model_type"] in refusal, refusal
+        assert named in refusal, refusal
 
 
 def test_variables_that_no_component_accepts_are_refused():

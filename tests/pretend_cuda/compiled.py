@@ -23,7 +23,7 @@ from tests.pretend_cuda.learner import packed_sequences
 from trainer.algorithm.packing import ALONE, Context
 from trainer.config import TrainerSettings
 from trainer.config.sections import Checkpointing
-from trainer.model.attention import TREE_ATTENTION, SharedLayout
+from trainer.model.attention import TREE_ATTENTION, SharedLayout, windows_of
 from trainer.model.sharding import GATHERED_EXPERTS, compile_layers
 
 
@@ -46,8 +46,9 @@ def kept_bytes(
         raise _CountedError
 
     with _compiled_layer(model, layout, stop, checkpointing, context) as (layer, compiled, (states, angles, mask)):
-        whole = mask.whole if isinstance(mask, SharedLayout) else mask
-        shared = [*layer.parameters(), *angles, *(part for part in whole.as_tuple() if isinstance(part, Tensor))]
+        masks = (mask.whole if isinstance(mask, SharedLayout) else mask).values()
+        tables = (part for whole in masks for part in whole.as_tuple() if isinstance(part, Tensor))
+        shared = [*layer.parameters(), *angles, *tables]
         others = {part.untyped_storage()._cdata for part in shared}
 
         def keep(tensor: Any) -> Any:
@@ -89,15 +90,16 @@ def _compiled_layer(
         made.base_model.set_experts_implementation(GATHERED_EXPERTS)
         layer = made.base_model.layers[0]
         states = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        angles = tuple(torch.empty(1, tokens, _head_size(one), dtype=torch.bfloat16) for _ in range(2))
+        turned = _head_size(one) // (1 + (one.model_type == "gpt_oss"))  # its angles are not repeated
+        angles = tuple(torch.empty(1, tokens, turned, dtype=torch.bfloat16) for _ in range(2))
         backend = partial(compile_fx, inner_compile=_without_kernels)
         compiled = torch.compile(layer.forward, backend=backend, dynamic=False)
 
         def call(states: Tensor, angles: tuple[Tensor, Tensor], mask: Any) -> Tensor:
             return cast("Tensor", compiled(states, attention_mask=None, position_embeddings=angles, layout=mask))
 
-        mask = layout.each(Tensor.cuda).prepared()
-        mask = mask if context.size == 1 else SharedLayout(mask, context.group)
+        mask = layout.each(Tensor.cuda).prepared(windows_of(one))
+        mask = mask if context.size == 1 else SharedLayout(mask, context.group, context.rank)
         yield layer, call, (states, cast("tuple[Tensor, Tensor]", angles), mask)
 
 

@@ -89,7 +89,7 @@ def compiled(width: int, options: dict[str, Any]) -> list[Kernel]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{caches}/inductor")
         patch.setenv("TRITON_CACHE_DIR", f"{caches}/triton")
         layout = mask_of(SMALL)
-        mask = layout.each(Tensor.cuda).prepared()
+        mask = layout.each(Tensor.cuda).prepared()[None]
         attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
         attend(
             *states(width, len(layout.ends)), block_mask=mask, enable_gqa=True, kernel_options=options

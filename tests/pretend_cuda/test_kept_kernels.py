@@ -56,7 +56,7 @@ def restarted(kept: KeptKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def attention() -> None:
-    mask = packed_sequences(TOKENS, 256).layout.each(Tensor.cuda).prepared()
+    mask = packed_sequences(TOKENS, 256).layout.each(Tensor.cuda).prepared()[None]
     shape = (1, 2, TOKENS, 16)
     factors = [torch.zeros(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)

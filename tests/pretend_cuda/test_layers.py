@@ -20,6 +20,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "heads as of Qwen2.5-0.5B": ("qwen2", {}),
     "qwen3, some activations again": ("qwen3", {"activation_checkpointing": "selective"}),
     "mixture": ("qwen3_moe", {}),
+    "windows, sinks and experts with biases": ("gpt_oss", {}),
+    "windows and caps": ("gemma2", {}),
     "adapters": ("llama", {"lora_rank": 4}),
 }
 

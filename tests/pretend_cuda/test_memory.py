@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from transformers import PretrainedConfig, Qwen3MoeConfig
+from transformers import Gemma2Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.pretend_cuda.compiled import kept_bytes
 from tests.pretend_cuda.learner import (
@@ -97,19 +97,22 @@ MIXTURE = Qwen3MoeConfig(
     num_experts_per_tok=8,
 )
 """Qwen3-30B-A3B."""
+OTHERS = {"mixture": MIXTURE, "caps": Gemma2Config(), "sinks": GptOssConfig()}
+"""By default those of Gemma 2 9B and gpt-oss-20b."""
 
 
 @pytest.mark.parametrize(
     ("label", "checkpointing"),
     [
-        *((label, False) for label in ("0.5B", "7B", "8B", "mixture")),
+        *((label, False) for label in ("0.5B", "7B", "8B", "mixture", "caps", "sinks")),
         *((label, "selective") for label in ("0.5B", "1.5B", "7B", "8B", "32B", "mixture")),
     ],
 )
 def test_a_compiled_layer_keeps_the_bytes_that_the_preflight_says(label: str, checkpointing: Checkpointing) -> None:
-    config = MIXTURE if label == "mixture" else CONFIGS[label][1]
+    config = OTHERS[label] if label in OTHERS else CONFIGS[label][1]
     shape = ModelShape.of(config)
     settings = TrainerSettings.load(activation_checkpointing=checkpointing)
     work = work_of(settings, shape, Machine(1, RANKS, 2, Limits(80 * 10**9, 0, 0, 0)))
     share = kept_bytes(config, TOKENS, SEQUENCE, checkpointing) / TOKENS / stored_bytes(shape, work)
-    assert 0.998 < share < 1.001, "too much or too little memory is asked for"
+    least = 0.93 if label == "sinks" else 0.998  # of experts with biases an upper bound is known
+    assert least < share < 1.001, "too much or too little memory is asked for"

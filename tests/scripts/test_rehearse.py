@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from scripts.rehearse import main, make_stand_in
@@ -94,9 +95,17 @@ def test_a_stand_in_is_small_and_speaks_as_the_model_does(tmp_path: Path) -> Non
         assert config[name] == of_model[name], name
 
 
-def test_a_model_of_a_type_that_the_engine_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_stand_in_of_a_hybrid_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+    model, small = target(tmp_path / "model"), tmp_path / "small"
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    AutoConfig.for_model("qwen3_5_text", vocab_size=300, num_hidden_layers=4, layer_types=kinds).save_pretrained(model)
+    make_stand_in(str(model), small)
+    assert json.loads((small / "config.json").read_text())["layer_types"] == ["linear_attention", "full_attention"]
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path: Path) -> None:
     model = target(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "vit"}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match="MODEL_NAME"):
         make_stand_in(str(model), tmp_path / "small")

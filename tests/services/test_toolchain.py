@@ -138,18 +138,20 @@ def test_an_nvcc_of_another_release_and_a_library_without_its_name_are_named(
 
 
 def test_launcher_and_trainer_refuse_gpus_for_which_they_cannot_compile(
-    bare: Give, monkeypatch: pytest.MonkeyPatch
+    bare: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare()
-    monkeypatch.setattr("services.engines.sglang.check_installed", lambda *_: None)
-    with pytest.raises(ConfigurationError, match="ninja-build") as refusal:
-        Engine.check_installed(RolloutSettings.load(model_name="a-model"), 1)
-    assert refusal.value.exit_code == EXIT_CONFIGURATION
-    Engine.check_installed(RolloutSettings.load(model_name="a-model"), 0)
+    python = str(bare())
+    given = {"MODEL_NAME": "a-model", "SHARED_DIR": str(tmp_path), "ROLLOUT_ENGINE": "sglang", "SGLANG_PYTHON": python}
+    variables = os.environ | given | {"SKYPILOT_NUM_GPUS_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "services.rollout_server"]
+    ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "ninja-build" in ended.stderr) == (EXIT_CONFIGURATION, True), ended.stderr
+    Engine.check_installed(RolloutSettings.load(model_name="a-model", sglang_python=python), 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "1")
-    with pytest.raises(ConfigurationError, match="build-essential"):
+    with pytest.raises(ConfigurationError, match="build-essential") as refusal:
         ranks_per_node()
+    assert refusal.value.exit_code == EXIT_CONFIGURATION
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "0")
     assert ranks_per_node() == 1
 

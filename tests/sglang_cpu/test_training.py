@@ -36,8 +36,6 @@ def test_three_steps_are_trained_on_what_real_workers_generate(
         SERVICE_DEADLINE_SECONDS="900",
         PUBLISH_TRANSPORT=transport,
         PUBLISH_TYPE="float32",
-        # After each step both workers' logprobs of a completion are compared with the trainer's own.
-        PUBLISH_PROBE="true",
         LORA_RANK=str(lora_rank),
         ENGINE_SLEEPS=str(transport == "disk"),
         EVAL_PROMPTS="8",

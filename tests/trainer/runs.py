@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.engines.proof import Evidence
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Cursor, DataStats
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
@@ -60,6 +61,8 @@ class Outside:
         self.writes: list[int] = []
         """Versions, each time that one is written."""
         self.on_gpus = None
+        self.evidence = Evidence()
+        self.is_exact = True
         self.written = 0
         self.thread = None
         self.ask_engines = None
@@ -103,7 +106,7 @@ class Outside:
     def forget_replay(self, label: str, deadline: float | None = None) -> None:
         self.forgotten.append(label)
 
-    def wait_for_workers(self) -> None:
+    def wait_for_workers(self, _meanwhile: Callable[[], None]) -> None:
         self.first.append("workers")
 
     def write(self, version: int) -> None:
@@ -204,7 +207,6 @@ def train(
         files = RunFiles(chosen, state.step, str)
         loop = TrainingLoop(chosen, services, rank_calls, files, RunStatus(), state, STEPS, prompts)
         loop.publisher.publish = outside.publish  # type: ignore[method-assign]
-        loop.probe.check = lambda _: {}  # type: ignore[method-assign]  # there are no workers
         try:
             with rank_calls.leading():
                 loop.run()

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,6 +41,8 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
 }
 
+_WINDOW: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, num_key_value_heads=4, tie_word_embeddings=False),
     "llama-one-key-head": LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
@@ -54,6 +58,12 @@ FAMILIES: dict[str, PretrainedConfig] = {
         norm_topk_prob=True,
         mlp_only_layers=[1],
         tie_word_embeddings=False,
+    ),
+    "gemma2": Gemma2Config(
+        **SHAPE, **_WINDOW, num_key_value_heads=2, head_dim=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gpt_oss": GptOssConfig(
+        **SHAPE, **_WINDOW, num_key_value_heads=1, head_dim=16, num_local_experts=4, num_experts_per_tok=2
     ),
 }
 

@@ -7,7 +7,8 @@ On a CPU, ``AttentionLayout`` orders attention by run. A *run* is a longest stre
 the child of the one before it. What a run's tokens see is a path: the ancestors of its first token, then the run
 itself, as far as the token. So attention is computed by run, with the keys of its path, and runs of similar size share
 one call. A prompt with completions has the run of the prompt with the first completion, and one for each other
-completion.
+completion. For layers with a sliding window, long runs are cut, and of a path there is only what the window reaches:
+the distance of two tokens is that of their places on the path, whatever lies between them in the row.
 
 On CUDA, ``TreeMask`` has tables of tiles for ``flex_attention``. Over tiles of 128 queries and 128 keys the order says
 which tiles hold pairs to compute, and which of these hold nothing else. A kernel visits the former and asks for single
@@ -20,8 +21,9 @@ own forward pass reads. What paths share is computed once for each of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -35,6 +37,9 @@ ALIGNMENT = 8
 LEAST_OWN, LEAST_SEEN = 32, 64
 """Shorter runs and paths are padded together: the padding costs less than another call."""
 
+LONGEST_PART = 1024
+"""Most tokens of a part of a run, where a window cuts it; with more, too many keys would be computed and hidden."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -45,21 +50,28 @@ class Block:
     key_rows: Tensor
     """[R, K] int64: packed index of each token on the runs' paths."""
     depths: Tensor
-    """[R, Q] int64: the place of each token on its path."""
+    """[R, Q] int64: the place of each token on its path, or on what the window reaches of it."""
     is_causal: bool
-    """The runs begin at roots, so query and key are the same rows, and no mask is needed."""
+    """The runs begin at roots and fit into the window, so query and key are the same rows, and no mask is needed."""
     mask: Tensor | None = None
     """[R, 1, Q, K]: numbers to add to the scores, 0 and -inf; None before ``prepared``, and for causal runs."""
+    window: int | None = None
+    """The tokens of its path that a token sees, itself included; None for all of them."""
 
     def with_mask(self) -> Block:
         """Return a copy with its mask."""
         if self.is_causal:
             return self
-        # Padding comes after the path, at places greater than any depth.
-        places = torch.arange(self.key_rows.shape[1])
-        is_hidden = (places > self.depths[:, :, None])[:, None]
-        mask = torch.zeros(is_hidden.shape)
-        return replace(self, mask=mask.masked_fill_(is_hidden, -torch.inf))
+        is_hidden = hidden(self.depths, self.key_rows.shape[1], self.window)
+        return replace(self, mask=torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf))
+
+
+def hidden(depths: Tensor, keys: int, window: int | None) -> Tensor:
+    """Return which of the keys of its run a query does not see, [R, 1, Q, K] bool; see ``Block`` for the arguments."""
+    # Padding comes after the path, at places greater than any depth.
+    distances = depths[:, None, :, None] - torch.arange(keys)
+    is_hidden = distances < 0
+    return is_hidden if window is None else is_hidden.logical_or_(distances >= window)
 
 
 @dataclass(frozen=True)
@@ -78,20 +90,21 @@ class AttentionLayout:
         return -(-tokens // parts) * parts
 
     @classmethod
-    def of(cls, ends: Tensor) -> AttentionLayout:
+    def of(cls, ends: Tensor, window: int | None = None) -> AttentionLayout:
         """Return the layout of trees in depth-first order.
 
         Args:
             ends: [T] int64 on the CPU; the packed index at which the subtree of each token ends.
+            window: the tokens of its path that a token sees, itself included; by default all of them.
         """
         by_size: dict[tuple[bool, int, int], list[tuple[Tensor, int]]] = defaultdict(list)
-        for path, own in runs(ends):
-            is_causal = own == len(path)
+        for path, own in runs(ends) if window is None else _within(window, runs(ends)):
+            is_causal = own == len(path) <= (window or len(path))
             by_size[is_causal, _size_class(len(path), LEAST_SEEN), _size_class(own, LEAST_OWN)].append((path, own))
         blocks: list[Block] = []
         unpack, start = torch.empty_like(ends), 0
         for (is_causal, _, _), alike in sorted(by_size.items()):
-            block = _block(alike, is_causal)
+            block = _block(alike, is_causal, window)
             n_runs, longest = block.query_rows.shape
             for number, (path, own) in enumerate(alike):
                 first = start + number * longest
@@ -100,12 +113,17 @@ class AttentionLayout:
             blocks.append(block)
         return cls(ends, tuple(blocks), unpack)
 
-    def prepared(self) -> AttentionLayout:
-        """Return a copy with the blocks' masks as float32 numbers, the type that attention is computed in.
+    def prepared(self, windows: Iterable[int | None] = (None,)) -> dict[int | None, AttentionLayout]:
+        """Return the layout for each window, with the blocks' masks as float32 numbers, as attention is computed.
 
         Attention would otherwise convert a bool mask in every layer, and keep each result for the backward pass.
         """
-        return replace(self, blocks=tuple(block.with_mask() for block in self.blocks))
+
+        def with_masks(layout: AttentionLayout) -> AttentionLayout:
+            return replace(layout, blocks=tuple(block.with_mask() for block in layout.blocks))
+
+        whole, longest = with_masks(self), max(int(block.depths.max()) for block in self.blocks) + 1
+        return {w: whole if w is None or w >= longest else with_masks(self.of(self.ends, w)) for w in windows}
 
 
 def runs(ends: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -118,12 +136,21 @@ def runs(ends: Tensor) -> Iterator[tuple[Tensor, int]]:
         yield path, stop - start
 
 
+def _within(window: int, whole: Iterable[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    """Yield runs in parts about as long as the window, each with what its tokens see of the path before it."""
+    longest = min(max(window, LEAST_SEEN), LONGEST_PART)
+    for path, own in whole:
+        for start in range(len(path) - own, len(path), longest):
+            part = path[max(0, start + 1 - window) : start + longest]
+            yield part, min(longest, len(path) - start)
+
+
 def _size_class(length: int, least: int) -> int:
     """Return a number that two lengths share only if the greater is at most ``least`` or twice the other."""
     return (max(length, least) - 1).bit_length()
 
 
-def _block(runs: Sequence[tuple[Tensor, int]], is_causal: bool) -> Block:
+def _block(runs: Sequence[tuple[Tensor, int]], is_causal: bool, window: int | None) -> Block:
     key_rows = pad_sequence([path for path, _ in runs], batch_first=True)
     if is_causal:
         query_rows = key_rows
@@ -131,7 +158,7 @@ def _block(runs: Sequence[tuple[Tensor, int]], is_causal: bool) -> Block:
         query_rows = pad_sequence([path[-own:] for path, own in runs], batch_first=True)
         key_rows = torch.nn.functional.pad(key_rows, (0, -key_rows.shape[1] % ALIGNMENT))
     depths = pad_sequence([torch.arange(len(path) - own, len(path)) for path, own in runs], batch_first=True)
-    return Block(query_rows, key_rows, depths, is_causal)
+    return Block(query_rows, key_rows, depths, is_causal, window=window)
 
 
 @dataclass(frozen=True)
@@ -183,9 +210,11 @@ class TreeMask:
 
     ends: Tensor
     """[T] int32: packed index at which the subtree of each token ends."""
+    depths: Tensor
+    """[T] int32: the tokens before each on its path."""
     tables: tuple[Tensor, ...]
-    """The tables of a BlockMask, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query tile, first for tiles
-    that are seen in part, then for those seen whole; then the same of queries by key tile."""
+    """The tables of a BlockMask for full attention, int32: counts [1, 1, B] and tiles [1, 1, B, B] of keys by query
+    tile, first for tiles that are seen in part, then for those seen whole; then the same of queries by key tile."""
 
     @staticmethod
     def row_length(tokens: int, parts: int = 1) -> int:
@@ -199,47 +228,83 @@ class TreeMask:
     @classmethod
     def of(cls, ends: Tensor) -> TreeMask:
         """Return the mask of trees in depth-first order; ``ends`` [T] int64 is on the CPU."""
-        partial, whole = tiles(ends)
-        tables = [table for seen in (partial, whole, partial.T, whole.T) for table in _table(seen.contiguous())]
-        return cls(ends.int(), tuple(tables))
+        return cls(ends.int(), depths_of(ends).int(), _tables(ends))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TreeMask:
         """Return a copy with every tensor changed, such as moved to a device."""
-        return TreeMask(change(self.ends), tuple(change(table) for table in self.tables))
+        return TreeMask(change(self.ends), change(self.depths), tuple(change(table) for table in self.tables))
 
-    def prepared(self) -> BlockMask:
-        """Return the mask for ``flex_attention``, on the device of the tables."""
+    def prepared(self, windows: Iterable[int | None] = (None,)) -> dict[int | None, BlockMask]:
+        """Return the mask of each window for ``flex_attention``, on the device of the tables."""
+        return {window: self._mask(window) for window in windows}
+
+    def _mask(self, window: int | None) -> BlockMask:
         ends = self.ends
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        make = cast("Callable[..., BlockMask]", BlockMask)
-        return make((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        make = partial(cast("Callable[..., BlockMask]", BlockMask), (len(ends), len(ends)))
+        if window is None:
+            return make(*self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        depths, farthest = self.depths, self.depths - window
+
+        def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return sees(batch, head, query, key) & (depths[key] > farthest[query])
+
+        return make(*_tables(ends, depths, window), BLOCK_SIZE=(TILE, TILE), mask_mod=sees_near)
 
 
-def tiles(ends: Tensor) -> tuple[Tensor, Tensor]:
+def depths_of(ends: Tensor) -> Tensor:
+    """Return how many tokens are before each on its path, [T], from the ends of the tokens' subtrees, [T] int64."""
+    rows = torch.arange(len(ends))
+    # Of the tokens before it, those whose subtrees have ended are not on the path.
+    return rows - torch.searchsorted(ends.sort().values, rows, right=True)
+
+
+def tiles(ends: Tensor, depths: Tensor | None = None, window: int = 0) -> tuple[Tensor, Tensor]:
     """Return the tiles that hold pairs to compute besides others, and those that hold nothing else.
 
+    With a window, the former may have tiles without a pair: those that the depths of their tokens do not exclude.
+
     Args:
-        ends: [T] int64, the packed index at which the subtree of each token ends.
+        ends: [T], the packed index at which the subtree of each token ends.
+        depths: [T], see ``TreeMask``; only with a window.
+        window: the tokens of its path that a token sees, itself included; by default all of them.
 
     Returns:
         Two [B, B] bool for B = ceil(T / TILE): query tile by key tile.
     """
     count = -(-len(ends) // TILE)
-    padded = torch.nn.functional.pad(ends, (0, count * TILE - len(ends))).view(count, TILE)
-    latest, earliest = padded.amax(1), padded.amin(1)
-    first = torch.arange(count)[:, None] * TILE
+
+    def bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
+        padded = torch.nn.functional.pad(numbers, (0, count * TILE - len(ends))).view(count, TILE)
+        return padded.amax(1), padded.amin(1)
+
+    latest, earliest = bounds(ends)
+    first = torch.arange(count, device=ends.device)[:, None] * TILE
     end = (first + TILE).clamp(max=len(ends))
-    is_before = torch.ones(count, count, dtype=torch.bool).tril(-1)
+    is_before = torch.ones(count, count, dtype=torch.bool, device=ends.device).tril(-1)
     # Of a tile of keys before it, a tile of queries sees anything exactly if its first query does.
-    is_seen = is_before & (latest > first) | torch.eye(count, dtype=torch.bool)
+    is_seen = is_before & (latest > first) | torch.eye(count, dtype=torch.bool, device=ends.device)
     is_whole = is_before & (earliest >= end)
+    if depths is not None:
+        deepest, highest = bounds(depths)
+        is_seen &= highest[:, None] - deepest < window
+        is_whole &= deepest[:, None] - highest < window
     return is_seen & ~is_whole, is_whole
+
+
+def _tables(ends: Tensor, depths: Tensor | None = None, window: int = 0) -> tuple[Tensor, ...]:
+    """Return the tables of a BlockMask; see ``TreeMask``, and ``tiles`` for the arguments."""
+    some, whole = tiles(ends, depths, window)
+    return tuple(table for seen in (some, whole, some.T, whole.T) for table in _table(seen))
 
 
 def _table(seen: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many tiles each row of [B, B] bool has, [1, 1, B], and their numbers in front, [1, 1, B, B]."""
-    order = seen.int().argsort(dim=1, descending=True, stable=True)
-    return seen.sum(1).int()[None, None], order.int()[None, None]
+    counts, before = seen.sum(1), seen.cumsum(1)
+    numbers = torch.arange(len(seen), device=seen.device).expand_as(before)
+    places = torch.where(seen, before - 1, counts[:, None] + numbers - before)
+    order = torch.empty_like(before).scatter_(1, places, numbers)
+    return counts.int()[None, None], order.int()[None, None]

@@ -23,6 +23,7 @@ from torch import Tensor
 from services.protocol.groups import TEACHER, TokenSequence, pack_sequences, unpack_sequences
 from services.protocol.rewards import FinishReason
 from trainer.algorithm.attention_layout import AttentionLayout, PathRows, TreeMask
+from trainer.algorithm.segments import Segments
 
 Order = type[AttentionLayout] | type[TreeMask] | type[PathRows]
 Rows = NDArray[np.int64]
@@ -158,6 +159,8 @@ class MicroBatch:
     """[T] int64: the depth in the tree."""
     layout: AttentionLayout | TreeMask | PathRows
     """For attention over trees on a CPU, for that on CUDA, or for a model's own forward pass over rows."""
+    segments: Segments | None
+    """For recurrent layers over trees; None for rows."""
     predict_rows: Tensor
     """[U] int64, ascending: the packed indices whose hidden states predict trained tokens."""
     state_ids: Tensor
@@ -231,7 +234,8 @@ class MicroBatch:
         assert not isinstance(self.layout, AttentionLayout), "the layout of a CPU stays there"
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {name: change(x) for name, x in values.items() if isinstance(x, Tensor)}
-        return replace(self, **tensors, layout=self.layout.each(change))
+        segments = self.segments and self.segments.each(change)
+        return replace(self, **tensors, layout=self.layout.each(change), segments=segments)
 
 
 def pack(
@@ -255,10 +259,12 @@ def pack(
     sequences = [sequence for piece in pieces for sequence in piece.sequences]
     groups = [piece for piece in pieces for _ in piece.sequences]
     lengths = torch.tensor([s.trained_tokens for s in sequences])
+    ends = torch.from_numpy(trees.ends)
     whole = MicroBatch(
         input_ids=torch.from_numpy(trees.ids),
         position_ids=torch.from_numpy(trees.depths),
-        layout=order.of(torch.from_numpy(trees.ends)),
+        layout=order.of(ends),
+        segments=None if order is PathRows else Segments.of(ends),
         predict_rows=predict_rows,
         state_ids=state_ids,
         targets=_per_token(sequences, "completion_ids", np.int64),
@@ -294,12 +300,12 @@ def _per_token(sequences: Sequence[TokenSequence], name: str, dtype: Any = np.fl
 class _Trees:
     """Tokens in depth-first order, with their depths, and the packed index at which the subtree of each ends.
 
-    The rest of the row is padding: tokens 0, each a tree of its own, which no other token sees.
+    The rest of the row is padding: a tree of tokens 0, which no other token sees.
     """
 
     def __init__(self, length: int) -> None:
         self.ids, self.depths = np.zeros(length, np.int64), np.zeros(length, np.int64)
-        self.ends = np.arange(1, length + 1)
+        self.ends = np.full(length, length)
         self._used = 0
 
     def add(self, group: TrainingGroup) -> list[Rows]:

@@ -31,7 +31,7 @@ from trainer.capacity.work import (
     VolumeRoom,
     choose,
     find_limits,
-    has_rows,
+    is_uncompiled,
     plan_records,
     work_of,
 )
@@ -75,8 +75,8 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
     """
     check_context(settings, shape, machine)
     is_on_cpu = not machine.limits.device
-    if settings.activation_checkpointing == "selective" and (is_on_cpu or has_rows(settings, shape)):
-        reason = "this machine has no GPU" if is_on_cpu else "LAYOUT is rows, whose layers are not compiled"
+    if settings.activation_checkpointing == "selective" and (is_on_cpu or is_uncompiled(settings, shape)):
+        reason = "this machine has no GPU" if is_on_cpu else "layers of LAYOUT=rows and recurrent ones are not compiled"
         raise ConfigurationError(
             f"ACTIVATION_CHECKPOINTING is selective, where the compiler chooses what to recompute, but {reason}; set "
             "true, false or auto"

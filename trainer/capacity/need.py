@@ -76,8 +76,8 @@ class Work:
     """States whose logits exist at the same time."""
     compute_bytes: int
     """Bytes of a number in forward and backward passes."""
-    has_rows: bool
-    """Micro-batches are rows, which layers compute that are not compiled."""
+    is_uncompiled: bool
+    """Layers are not compiled: those of rows, and recurrent ones."""
     published_bytes: int
     """Bytes of a published number."""
     published_copies: int
@@ -226,6 +226,7 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     """Return the bytes of one rank at the fullest moment of a step."""
     head = max(_head(shape, work) + _lesson(shape, work), _layer(shape, work), _root(shape, work))
     stored = work.tokens * shape.layers * stored_bytes(shape, work)
+    stored += 0 if work.checkpointing else work.tokens * shape.recurrent_layers * shape.mixer_bytes
     # No backward pass frees what frozen models, and the critic for its values, have gathered before the policy does.
     models = [shape] * (1 + work.has_reference + work.has_critic) + [*shape.teachers]
     gathered = sum(model.root_parameters if work.frees_parameters else model.parameters for model in models)
@@ -299,17 +300,21 @@ def _selected_bytes(shape: ModelShape, work: Work) -> int:
 def layer_bytes(shape: ModelShape, work: Work) -> int:
     """Return the bytes that autograd keeps of a token in a layer that is not recomputed.
 
-    A compiled layer keeps its input and the inputs and outputs of products and attention; of the MLP the gate, the
-    other factor and their product. It computes norms again from the scale of each token or head, which is a float32.
+    A compiled layer keeps its input and the inputs and outputs of products and attention, those only that a norm or
+    another product reads; of the MLP the gate, the other factor and their product. It computes norms again from the
+    scale of each token or head, which is a float32.
     A mixture also keeps a state before and after each of a token's experts, with the experts' numbers and places.
     """
-    if work.device == "cpu" or work.has_rows:
+    if work.device == "cpu" or work.is_uncompiled:
         return uncompiled_layer_bytes(shape, work)
     size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     head_norms = size * (queries + keys) + 4 * (shape.heads + shape.kv_heads) if shape.has_head_norms else 0
-    others = 4 * (shape.heads + 2) + size * PROJECTIONS * work.lora_rank
+    others = 4 * (shape.heads + shape.norms) + size * PROJECTIONS * work.lora_rank
     others += shape.token_experts * (2 * size * shape.hidden + EXPERT_BYTES) + _exchanged_bytes(shape, work)
-    return size * (4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate) + head_norms + others
+    # Of each norm after a part of a layer, what it reads; the sum of that part's result and its input is found again.
+    states = (3 + shape.norms // 2) * shape.hidden
+    inner = shape.inner_states * shape.intermediate
+    return size * (states + 2 * queries + 2 * keys + inner) + head_norms + others
 
 
 def _exchanged_bytes(shape: ModelShape, work: Work) -> int:
@@ -377,7 +382,7 @@ def _layer(shape: ModelShape, work: Work) -> int:
     size = work.compute_bytes
     gathered = 2 * size * shape.layer_parameters if work.frees_parameters else 0
     gradients = 0 if work.lora_rank else (size + 4) * shape.layer_parameters + size * shape.head_parameters
-    recomputed = layer_bytes(shape, work) if work.checkpointing else 0
+    recomputed = layer_bytes(shape, work) + shape.mixer_bytes if work.checkpointing else 0
     if work.checkpointing == "selective":
         recomputed -= stored_bytes(shape, work)
     return gathered + gradients + work.tokens * (recomputed + size * (3 * shape.intermediate + shape.hidden))

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.core.errors import ConfigurationError, first_line
 from trainer.model.attention import obstacle_to_trees
 from trainer.model.loading import decoder_layers
+from trainer.model.recurrent import is_recurrent, mixes_by_states, without_kernels
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,15 @@ class ModelShape:
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
     is_bfloat16: bool
     """True when the checkpoint has bfloat16 numbers, by its configuration."""
+    norms: int = 2
+    """Norms of a layer's states; Gemma has one before and one after each part of a layer."""
+    inner_states: int = 3
+    """States of the MLP's width that a compiled layer keeps; with experts that have biases at most twice as many."""
     needs_rows: bool = False
     """True when the model cannot be computed over trees of tokens."""
+    recurrent_layers: int = 0
+    mixer_bytes: int = 0
+    """Bytes that autograd keeps of a token where a recurrent layer mixes tokens."""
     teachers: tuple[ModelShape, ...] = ()
     """Frozen models that a run keeps beside this one, which it trains."""
 
@@ -56,18 +65,29 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelShape:
-        """Return the shape of a configuration's model, which is built without data."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        """Return the shape of a configuration's model, which is built without data.
+
+        Raises:
+            ConfigurationError: transformers has no causal language model for it.
+        """
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"MODEL_NAME: transformers has no causal language model of type {config.model_type!r}; choose another"
+            ) from error
         layers = decoder_layers(model.base_model)
         heads = config.num_attention_heads
         experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
         linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
+        obstacle = obstacle_to_trees(config)
+        recurrent = [layer for layer in layers if is_recurrent(config) and not obstacle and mixes_by_states(layer)]
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=experts * config.moe_intermediate_size
-            if experts and hasattr(config, "moe_intermediate_size")
+            intermediate=experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+            if experts
             else config.intermediate_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -80,8 +100,45 @@ class ModelShape:
             root_parameters=count(model) - sum(map(count, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
-            needs_rows=bool(obstacle_to_trees(config)),
+            inner_states=6
+            if any(getattr(p, "has_bias", False) for p in model.modules() if hasattr(p, "has_gate"))
+            else 3,
+            norms=max(2, *(sum(_is_norm(part, config.hidden_size) for part in layer.children()) for layer in layers)),
+            needs_rows=bool(obstacle),
+            recurrent_layers=len(recurrent),
+            mixer_bytes=_mixer_bytes(recurrent[0], config.hidden_size) if recurrent else 0,
         )
+
+
+def _is_norm(module: nn.Module, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.shape == (width,)
+
+
+def _mixer_bytes(layer: nn.Module, width: int) -> int:
+    """Return the bytes that autograd keeps of a token in a recurrent layer's mixer, in float32.
+
+    They are counted with transformers' functions in PyTorch, without data. Kernels keep less, in bfloat16 about half of
+    it is kept. A branch of a tree keeps a state more, which is less than a hundredth for branches of 100 tokens.
+    """
+    mixer = next(part for part in layer.modules() if any(isinstance(child, nn.Conv1d) for child in part.children()))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return x
+
+    with torch.device("meta"), without_kernels(mixer), saved_tensors_hooks(keep, lambda x: x):
+        output = mixer(torch.empty(1, COUNTED_TOKENS, width))  # until it is freed, no other tensor gets a place in kept
+    for parameter in mixer.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    del output
+    return sum(kept.values()) // COUNTED_TOKENS
+
+
+COUNTED_TOKENS = 1024
+"""Tokens of a count: whole chunks of every recurrence."""
 
 
 def count(module: nn.Module) -> int:

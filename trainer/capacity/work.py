@@ -113,10 +113,11 @@ USABLE = 0.94
 """Share of a GPU's memory that can be filled; the rest is lost between blocks."""
 
 
-def has_rows(settings: TrainerSettings, shape: ModelShape) -> bool:
-    """Return whether LAYOUT makes micro-batches of rows for a model and its teachers."""
-    needs_rows = any(model.needs_rows for model in (shape, *shape.teachers))
-    return settings.layout is Layout.ROWS or (settings.layout is Layout.AUTO and needs_rows)
+def is_uncompiled(settings: TrainerSettings, shape: ModelShape) -> bool:
+    """Return whether a model's layers or its teachers' are not compiled on GPUs: those of rows, and recurrent ones."""
+    models = (shape, *shape.teachers)
+    needs_rows = settings.layout is Layout.AUTO and any(model.needs_rows for model in models)
+    return settings.layout is Layout.ROWS or needs_rows or any(model.recurrent_layers for model in models)
 
 
 def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
@@ -136,7 +137,7 @@ def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> W
         micro_batch_tokens=settings.micro_batch_tokens,
         chunk_states=_chunk_states(shape, memory),
         compute_bytes=machine.compute_bytes,
-        has_rows=has_rows(settings, shape),
+        is_uncompiled=is_uncompiled(settings, shape),
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
         published_copies=2 if is_sent and not settings.lora_rank else 1,
         shares_versions=is_shared and not memory,
@@ -212,8 +213,8 @@ def _ways(settings: TrainerSettings, work: Work) -> Iterator[Work]:
     smaller = replace(work, micro_batch_tokens=half, tokens=max(_longest(settings), min(half, work.tokens)))
     halves = [smaller] if "micro_batch_tokens" not in settings.model_fields_set else []
     by_checkpointing: dict[Checkpointing, list[Work]] = {False: [work], "selective": [work, *halves], True: [work]}
-    if work.has_rows:
-        by_checkpointing = {False: [work, *halves], True: [work]}  # nothing is compiled
+    if work.is_uncompiled:
+        by_checkpointing = {False: [work, *halves], True: [work]}
     for replicas in dict.fromkeys((work.nodes, 1)):
         for checkpointing, sizes in by_checkpointing.items():
             if asked not in ("auto", checkpointing):

@@ -253,7 +253,8 @@ class SamplingSection(AnswerSettings, AgentSection, ProgramSection, EnvironmentS
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
     which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
-    `environment`: the prompts are seeds (DATASET=seeds), with which the environment-servers begin episodes."""
+    `environment`: the prompts are seeds (DATASET=seeds) or tasks (harbor:DIR), with which the environment-servers begin
+    episodes."""
     over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
     AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""
@@ -510,8 +511,9 @@ class MemorySection(MemorySettings):
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
     attention_kernel: Literal["triton", "flash"] = "triton"
-    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer.
-    No GPU has run it here yet: compare both with `make bench-gpu BENCH="--only attention"` first. [advanced]"""
+    """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer,
+    for models without windows, caps or sinks. No GPU has run it here yet: compare both with
+    `make bench-gpu BENCH="--only attention"` first. [advanced]"""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
     cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory
@@ -528,12 +530,14 @@ class MemorySection(MemorySettings):
     layout: Layout = Layout.AUTO
     """`tree`: tokens that completions of a prompt share are computed once, in the trainer's own attention. `rows`: each
     completion is a row with its prompt, padded on the right, in the model's own forward pass, which takes every causal
-    language model of transformers. `auto`: trees for families whose attention the trainer knows (Llama, Qwen2, Qwen3
-    and others without windows, caps or recurrent layers), otherwise rows."""
+    language model of transformers. `auto`: trees for families whose layers the trainer knows (Llama, Qwen2, Qwen3,
+    Gemma, gpt-oss and others; the recurrent layers of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H), otherwise
+    rows."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
     than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
-    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that."""
+    of the model's attention heads, and divide the number of its key-value heads or be a multiple of that. Models with
+    recurrent layers need 1."""
 
 
 class PublishingSection(Settings):
@@ -550,9 +554,6 @@ class PublishingSection(Settings):
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.
     [advanced]"""
-    publish_probe: bool = False
-    """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
-    adapters always does. [advanced]"""
     min_workers: int = Field(1, ge=1)
     """The run stops when fewer rollout workers are left."""
 

@@ -25,9 +25,10 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
 from trainer.config import Layout, TrainerSettings
-from trainer.model.attention import TREE_ATTENTION, obstacle_to_trees
+from trainer.model.attention import TREE_ATTENTION, has_plain_scores, obstacle_to_trees
 from trainer.model.logprobs import check_logits
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import check_states, is_recurrent, share_states
 
 LORA_TARGETS = "all-linear"
 
@@ -43,6 +44,14 @@ class Description:
     """See the function of this name."""
     untrained: Path | None = None
     """The file with the tensors of an image model that the trainer does not load, such as its vision tower."""
+
+    @property
+    def special_tokens(self) -> tuple[set[int], set[int]]:
+        """The ids of the special tokens, and those of them that end a text."""
+        added = self.tokenizer.added_tokens_decoder
+        special = {*self.tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
+        ends = self.config.eos_token_id
+        return special, {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -78,19 +87,25 @@ def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]
     """Return the layout of micro-batches that models read, the policy's first: trees only if each can be computed so.
 
     Raises:
-        ConfigurationError: LAYOUT=tree and one of them cannot, or CONTEXT_PARALLEL_SIZE and the layout is rows.
+        ConfigurationError: LAYOUT=tree and one of them cannot, or CONTEXT_PARALLEL_SIZE and the layout is rows or one
+            of them has recurrent layers.
     """
+    configs = list(configs)
     obstacles = [f"{config.model_type} {reason}" for config in configs if (reason := obstacle_to_trees(config))]
     if settings.layout is Layout.TREE and obstacles:
         raise ConfigurationError(f"LAYOUT=tree: {obstacles[0]}; set LAYOUT=auto or rows")
     is_rows = settings.layout is Layout.ROWS or bool(obstacles)
-    if is_rows and settings.context_parallel_size > 1:
-        reason = obstacles[0] if obstacles else "LAYOUT is rows"
+    reasons = obstacles + ["LAYOUT is rows"] * is_rows
+    reasons += [f"{config.model_type} has recurrent layers" for config in configs if is_recurrent(config)]
+    if reasons and settings.context_parallel_size > 1:
         raise ConfigurationError(
-            f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree, and {reason}; set it to 1"
+            f"CONTEXT_PARALLEL_SIZE={settings.context_parallel_size} needs LAYOUT=tree and layers of attention, and "
+            f"{reasons[0]}; set it to 1"
         )
-    if is_rows and settings.attention_kernel == "flash":
-        raise ConfigurationError("ATTENTION_KERNEL=flash needs LAYOUT=tree; set it to triton")
+    if settings.attention_kernel == "flash" and (is_rows or not all(map(has_plain_scores, configs))):
+        raise ConfigurationError(
+            "ATTENTION_KERNEL=flash needs LAYOUT=tree and attention without windows, caps or sinks; set it to triton"
+        )
     return Layout.ROWS if is_rows else Layout.TREE
 
 
@@ -101,17 +116,24 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         ConfigurationError: the model cannot be loaded, or its logits are not what the trainer would compute.
     """
     options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
+    config = load_config(settings)
     if settings.layout is not Layout.ROWS:
         options["attn_implementation"] = TREE_ATTENTION
-    config = load_config(settings)
+    elif getattr(config, "attn_logit_softcapping", None) is not None:
+        options["attn_implementation"] = "eager"  # transformers' default leaves out caps of scores
     with _as_configuration_error(settings.model_name):
         if materialise:
             model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, **options)
+    has_states = settings.layout is not Layout.ROWS and is_recurrent(config)
+    if has_states:
+        share_states(model)
     if materialise:
         check_logits(model)
+        if has_states:
+            check_states(decoder_layers(model.base_model), config.hidden_size)
     return cast("PreTrainedModel", model)
 
 

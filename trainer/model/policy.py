@@ -38,7 +38,7 @@ from services.core.machine import Compute, ComputeType
 from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
-from trainer.model.attention import SharedLayout
+from trainer.model.attention import SharedLayout, windows_of
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
     Description,
@@ -52,6 +52,7 @@ from trainer.model.loading import (
 )
 from trainer.model.logprobs import Lesson, LogitForm, divergence, token_logprobs, top_overlap
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import is_recurrent
 from trainer.model.rounding import Masters, NearestRounding, Rounding, UnbiasedRounding
 from trainer.model.sharding import reshard, shard
 
@@ -220,7 +221,7 @@ class Policy(nn.Module):
         """Yield every whole parameter by its name in MODEL_NAME's checkpoint; on rank 0 only. A collective.
 
         LoRA adapters are merged, in float32, and tied weights come once. A layer is freed before the
-        next one is gathered.
+        next one is gathered. Buffers that the checkpoint has come last, in their own type.
         """
         gathered = Rounding(torch.float32) if self.has_adapters else rounding
         # A forward pass without a backward pass leaves gathered parameters in the compute type.
@@ -230,6 +231,7 @@ class Policy(nn.Module):
                 whole = self._merged({plain_name(name): x for name, x in gather(layer, gathered).items()})
                 for name, value in in_checkpoint(self.causal_lm(), whole).items():
                     yield name, rounding(name, value) if self.has_adapters else value
+            yield from in_checkpoint(self.causal_lm(), kept_buffers(self.causal_lm())).items()
 
     def adapter_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the LoRA adapters, whole, by its name in PEFT's files; on rank 0. A collective."""
@@ -297,11 +299,13 @@ def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
         rows = {"input_ids": batch.input_ids[batch.layout.paths], "attention_mask": batch.layout.mask()}
         states = decoder(**rows, use_cache=False).last_hidden_state.flatten(0, 1)
         return cast("Tensor", states.index_select(0, batch.layout.places[batch.predict_rows]))
-    layout: Any = batch.layout.prepared()
+    layout: Any = batch.layout.prepared(windows_of(decoder.config))
     if batch.context.size > 1:
-        layout = SharedLayout(layout, batch.context.group)
-    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+        layout = SharedLayout(layout, batch.context.group, batch.context.rank)
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], "layout": layout}
+    if is_recurrent(decoder.config):
+        inputs["seq_idx"] = batch.segments
+    states = decoder(**inputs, use_cache=False).last_hidden_state[0]
     # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
     return cast("Tensor", states.index_select(0, batch.predict_rows))
 
@@ -354,6 +358,21 @@ def in_checkpoint(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> d
     return converted
 
 
+def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that a model's checkpoint has, such as a layer's factor in Gemma 4 and biases of routers."""
+    kept = {}
+    for module_name, module in model.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                kept[plain_name(f"{module_name}.{name}")] = value
+    return kept
+
+
+def _meta_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a model's parameters and kept buffers without data."""
+    return {name: x.to("meta") for name, x in (*model.named_parameters(), *kept_buffers(model).items())}
+
+
 def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) -> None:
     """Compare the names that would be published with those of the checkpoint that the model was loaded from.
 
@@ -372,7 +391,7 @@ def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) 
         usual = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [change for change in usual if not isinstance(change, PrefixChange)]
     with torch.no_grad():
-        published = set(in_checkpoint(model, {name: p.to("meta") for name, p in model.named_parameters()}))
+        published = set(in_checkpoint(model, _meta_state(model)))
     if has_adapters and (fused := sorted(dict(model.named_parameters()).keys() - published)):
         raise ConfigurationError(
             f"LORA_RANK: {model.config.model_type} keeps several tensors of its checkpoint in one parameter "
@@ -407,7 +426,7 @@ def _tied(model: PreTrainedModel) -> set[str]:
 
 def untrained_files(model: PreTrainedModel, model_name: str) -> dict[str, set[str]]:
     """Return the names of a checkpoint's tensors that are not among the model's parameters, by their file."""
-    trained = set(in_checkpoint(model, {name: p.to("meta") for name, p in model.named_parameters()})) | _tied(model)
+    trained = set(in_checkpoint(model, _meta_state(model))) | _tied(model)
     found: dict[str, set[str]] = {}
     for name, file in (_files_by_name(model_name) or {}).items():
         if name not in trained:

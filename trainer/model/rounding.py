@@ -108,6 +108,11 @@ class MeasuredRounding(UnbiasedRounding):
         along, squared = torch.dot(rounded.bfloat16().float() - before, trained), torch.dot(trained, trained)
         self._sums[name, start] = torch.stack((along, squared))
 
+    @property
+    def is_exact(self) -> bool:
+        """True if this rank's parameters were on bfloat16's grid before training, so that rounding kept them."""
+        return all(start.dtype is torch.bfloat16 for start in self._start.values())
+
     def share(self, ranks: Ranks) -> float | None:
         """Return the share of the weights as they were rounded last, None if none has changed. A collective."""
         # Replicas of a shard count alike in both sums.

@@ -35,6 +35,7 @@ from trainer.config.sections import SELECTIVE_BUDGET
 from trainer.model.attention import GRAPHS, choose_kernel
 from trainer.model.loading import ValueHead, decoder_layers
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import mixes_by_states
 
 
 class PairwiseReduceScatter(ReduceScatter):
@@ -172,7 +173,8 @@ def shard(
     if ranks.device.type == "cuda" and not ranks.has_rows:
         _check_kernels(decoder.config, chosen, settings)
         decoder.set_experts_implementation(GATHERED_EXPERTS)
-        compile_layers(layers, settings)
+        # The kernels of recurrent layers are not the compiler's.
+        compile_layers([layer for layer in layers if not mixes_by_states(layer)], settings)
     if has_checkpointing:
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
         wrapped = dict.fromkeys(layers)
@@ -184,6 +186,8 @@ def shard(
         _receive(module, state, ranks, has_offload=settings.cpu_offload is True)
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in configurations for the number of a layer's experts."""
 NARROWEST_HEAD = 16
 """The smallest size of a head that the kernel of attention has on GPUs."""
 
@@ -196,7 +200,7 @@ def _check_kernels(config: PretrainedConfig, chosen: Compute, settings: TrainerS
             f"MODEL_NAME: {config.model_type} has attention heads of {width} numbers, and on a GPU at least "
             f"{NARROWEST_HEAD} are needed; choose another model, or set CUDA_VISIBLE_DEVICES= to train on the processor"
         )
-    if chosen.compute_type == "float32" and getattr(config, "num_experts", None):
+    if chosen.compute_type == "float32" and any(getattr(config, name, None) for name in EXPERTS):
         raise ConfigurationError(
             "COMPUTE_TYPE=float32: on a GPU a mixture of experts computes in bfloat16 only; set COMPUTE_TYPE and "
             "PUBLISH_TYPE to bfloat16"

@@ -33,7 +33,8 @@ from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.engines.engine import Engine, Requests, WorkerRefusedError
+from services.engines.engine import Check, Engine, Requests, WorkerRefusedError
+from services.engines.proof import UnprovenError
 from services.engines.router import Worker
 from services.weights.broadcast_group import (
     SOURCE,
@@ -133,11 +134,16 @@ class Broadcaster:
         """The reason why the newest of them had no group."""
 
     async def send(
-        self, version: int, state: dict[str, Tensor], workers: Sequence[Worker], requests: Requests
+        self,
+        version: int,
+        state: dict[str, Tensor],
+        workers: Sequence[Worker],
+        requests: Requests,
+        check: Check | None = None,
     ) -> list[Outcome]:
         """Have workers serve a version of these tensors; return the outcome of each.
 
-        All of them are held first, and those that are form a group.
+        All of them are held first, and those that are form a group. Each is checked before it generates again.
         """
         started = time.perf_counter()
         async with AsyncExitStack() as stack:
@@ -146,7 +152,8 @@ class Broadcaster:
             holding = (self._hold(engine, requests) for engine in engines)
             outcomes: list[Outcome | None] = [*await asyncio.gather(*holding, return_exceptions=True)]
             held = {place: engines[place] for place, error in enumerate(outcomes) if error is None}
-            sent = await self._send_to([workers[place] for place in held], [*held.values()], version, state, started)
+            chosen = [workers[place] for place in held]
+            sent = await self._send_to(chosen, [*held.values()], version, state, started, check)
             others = iter(sent)
             return [next(others) if outcome is None else outcome for outcome in outcomes]
 
@@ -162,6 +169,7 @@ class Broadcaster:
         version: int,
         state: dict[str, Tensor],
         started: float,
+        check: Check | None,
     ) -> Sequence[Outcome]:
         """Send a version to workers that are held since ``started``; return the outcome of each.
 
@@ -174,7 +182,8 @@ class Broadcaster:
             return [WorkerRefusedError(f"worker {each.url} is in no group for the broadcast") for each in workers]
         buckets = make_buckets(state, has_first_alone=not group.is_formed)
         sending = asyncio.create_task(self._broadcast(group, [list(bucket.values()) for bucket in buckets]))
-        receiving = [asyncio.create_task(self._receive(each, group, buckets, version, started)) for each in engines]
+        receive = partial(self._receive, group=group, buckets=buckets, version=version, started=started, check=check)
+        receiving = [asyncio.create_task(receive(each)) for each in engines]
         failures: list[str] = []
         try:
             await asyncio.wait([sending, *receiving], return_when=asyncio.FIRST_EXCEPTION)
@@ -212,8 +221,14 @@ class Broadcaster:
             group.is_formed = True
 
     async def _receive(
-        self, engine: Engine, group: WorkerGroup, buckets: Sequence[Bucket], version: int, started: float
-    ) -> float:
+        self,
+        engine: Engine,
+        group: WorkerGroup,
+        buckets: Sequence[Bucket],
+        version: int,
+        started: float,
+        check: Check | None,
+    ) -> Outcome:
         """Have a worker receive all buckets, the last of which carries the version, and serve it."""
         for number, bucket in enumerate(buckets, start=1):
             await engine.receive_weights(
@@ -225,7 +240,10 @@ class Broadcaster:
                 is_flattened=self.flattens,
             )
         await engine.end_update()
-        return await engine.resume_with(version, started)
+        try:
+            return await engine.resume_with(version, started, check)
+        except UnprovenError as error:
+            return error  # Not raised, because the others have got the version.
 
     async def _group_of(self, workers: Sequence[Worker], engines: Sequence[Engine]) -> WorkerGroup | None:
         """Return the group of these workers: the present one, or a new one when the workers have changed.

@@ -7,8 +7,12 @@ waits for that only when fewer than MIN_WORKERS workers are left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import Counter
@@ -20,14 +24,18 @@ from services.core.logs import get_logger
 from services.core.machine import installed_nccl
 from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Delivery, Engine, Requests, WorkerRefusedError, from_directory
+from services.engines.proof import UnprovenError, Verdict
 from services.engines.router import NCCL_LABEL, RouterAdmin, Worker
+from services.weights.policy_store import ADAPTER_NAME
 from trainer.capacity.seconds import WEIGHT_BYTES, publish_seconds
 from trainer.capacity.shape import ModelShape
 from trainer.config import TrainerSettings, Transport
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcaster, Outcome
+from trainer.publishing.proof import Prover
 from trainer.publishing.writer import PUBLISH_SECONDS, REMEDY, VersionWriter
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 WORKERS_DROPPED = Counter("trainer_workers_dropped", "Rollout workers removed from the routing for a failed update.")
 
@@ -71,6 +79,7 @@ class Publisher:
         self._release = release or writer.release
         is_broadcast = settings.publish_transport is Transport.BROADCAST and not settings.lora_rank
         self.broadcaster = Broadcaster(settings, writer.ranks.device, PUBLISH_SECONDS) if is_broadcast else None
+        self.prover = Prover(settings, writer)
         self.refusal = ""
         """The reason why the run has given broadcasts up; empty while it has not."""
 
@@ -106,8 +115,14 @@ class Publisher:
                 self.writer.written = None
 
     def keep_on_volume(self) -> None:
-        """Write the newest version again if the volume has lost it, because a worker that comes back waits for it."""
+        """Write the newest version again if the volume has lost it, because a worker that comes back waits for it.
+
+        Raises:
+            ConfigurationError: a worker that came back has failed the proof of the version twice.
+        """
         version = self.writer.written
+        if version is not None:
+            self.prover.refuse([], version)
         if version is not None and not self.writer.is_on_volume(version):
             log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
             self._write(version)
@@ -115,6 +130,22 @@ class Publisher:
             self.writer.state = {}
             if self.writer.on_gpus is not None:
                 self._release()
+
+    def rescored(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return a worker's log-probabilities of the tokens but the first of each text, with the newest version.
+
+        Raises:
+            WorkerRefusedError, DependencyLostError: it gave none.
+        """
+
+        async def ask(engine: Engine) -> list[list[float]]:
+            adapter = ADAPTER_NAME if self.settings.lora_rank else None
+            return await asyncio.gather(*(engine.rescore(text, adapter) for text in texts))
+
+        async def ask_one() -> list[list[float]]:
+            return await self._with((await self.registered_workers())[0], ask)
+
+        return self.services.call(ask_one())
 
     async def registered_workers(self, awaited: int | None = None, *, serve_it: bool = False) -> list[Worker]:
         """Return the workers that the router knows, once they are at least MIN_WORKERS.
@@ -126,6 +157,7 @@ class Publisher:
         Raises:
             VersionGoneError: they are fewer, and the volume has lost the version that others could load.
             DependencyLostError: they are fewer after PUBLISH_SECONDS.
+            ConfigurationError: a worker has failed the proof of the version twice.
         """
         workers: list[Worker] = []
         wanted = self.settings.min_workers
@@ -140,6 +172,8 @@ class Publisher:
                         ]
                     if len(workers) >= wanted:
                         return workers
+                    if awaited is not None:
+                        await in_background(partial(self.prover.refuse, [], awaited))
                     if awaited is not None and not await in_background(partial(self.writer.is_on_volume, awaited)):
                         raise VersionGoneError(f"the newest policy version has gone from {self.settings.policy_dir}")
                     await asyncio.sleep(POLL_SECONDS)
@@ -174,20 +208,27 @@ class Publisher:
             )
 
     async def _deliver(self, version: int) -> dict[str, float]:
-        """Have all workers serve the version at once, drop those that do not, and return metrics.
+        """Have all workers serve the version at once and prove it, drop those that do not, and return metrics.
 
         With fewer than MIN_WORKERS left, wait until launchers have brought others up to date.
 
         Raises:
             VersionGoneError: fewer than MIN_WORKERS serve the version, and the volume has lost it.
             DependencyLostError: fewer than MIN_WORKERS serve the version, even after PUBLISH_SECONDS more.
+            ConfigurationError: no worker has proven the version, or one has failed twice.
         """
         workers = await self.registered_workers(version)
+        check = None if self.settings.lora_rank else partial(self.prover.check_weights, version)
+        # A worker that does not answer is not updated either, and one that a dead trainer has paused answers later.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                looks = (self._with(worker, partial(self.prover.look, version)) for worker in workers)
+                await asyncio.gather(*looks, return_exceptions=True)
         requests: Requests = "continue" if self.settings.publishes_in_place else "finish"
         state, self.writer.state = self.writer.state, {}
         outcomes: Sequence[Outcome]
         if self.broadcaster is not None and state:
-            outcomes = await self.broadcaster.send(version, state, workers, requests)
+            outcomes = await self.broadcaster.send(version, state, workers, requests, check)
             if self.broadcaster.unformed >= MOST_UNFORMED:
                 self._give_broadcasts_up(
                     self.broadcaster.refusal,
@@ -196,9 +237,10 @@ class Publisher:
                     len({urlsplit(worker.url).hostname for worker in workers}),
                 )
         else:
-            delivery = self._delivery(version, state, workers)
+            delivery = replace(self._delivery(version, state, workers), check=check)
             serving = (self._serve(worker, delivery, requests) for worker in workers)
             outcomes = await asyncio.gather(*serving, return_exceptions=True)
+        outcomes, proofs = await self._prove(version, workers, outcomes)
         pauses = await self._settle(version, workers, outcomes)
         served = len(pauses)
         if served < self.settings.min_workers:
@@ -206,6 +248,7 @@ class Publisher:
         return {
             "workers": float(served),
             "pause_seconds": max(pauses, default=0.0),
+            **proofs,
             **({"publish_by_disk": 1.0} if self.refusal else {}),
         }
 
@@ -221,6 +264,38 @@ class Publisher:
     async def _serve(self, worker: Worker, delivery: Delivery, requests: Requests) -> float:
         async with self.engine(worker) as engine:
             return await engine.serve(delivery, requests, PUBLISH_SECONDS)
+
+    async def _prove(
+        self, version: int, workers: Sequence[Worker], outcomes: Sequence[Outcome]
+    ) -> tuple[Sequence[Outcome], dict[str, float]]:
+        """Have the workers answer a fixed text; return the outcomes with the errors of proofs, and metrics.
+
+        Raises:
+            ConfigurationError: see Prover.refuse.
+        """
+        started = time.perf_counter()
+        places = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, float)]
+        asking = (self._with(workers[place], partial(self.prover.check_answers, version)) for place in places)
+        answers = dict(zip(places, await asyncio.gather(*asking, return_exceptions=True), strict=True))
+        unlike = self.prover.unlike_others(version)
+        proven: list[Outcome] = []
+        for place, (worker, outcome) in enumerate(zip(workers, outcomes, strict=True)):
+            answer = answers.get(place)
+            error = unlike.get(worker.url, answer if isinstance(answer, BaseException) else None)
+            proven.append(error or outcome)
+        wrong = [error for error in proven if isinstance(error, UnprovenError)]
+        are_all = bool(wrong) and len(wrong) == sum(isinstance(each, float | UnprovenError) for each in proven)
+        self.prover.refuse(wrong, version, are_all=are_all)
+        for worker, outcome in zip(workers, proven, strict=True):
+            if isinstance(outcome, UnprovenError):
+                with contextlib.suppress(WorkerRefusedError, DependencyLostError):
+                    await self._with(worker, lambda engine: engine.pause("abort"))  # requests that it is computing
+        verdicts = [answer for answer in answers.values() if isinstance(answer, Verdict)]
+        return proven, self.prover.metrics(verdicts, len(wrong), time.perf_counter() - started)
+
+    async def _with(self, worker: Worker, ask: Callable[[Engine], Awaitable[T]]) -> T:
+        async with self.engine(worker) as engine:
+            return await ask(engine)
 
     async def _settle(self, version: int, workers: Sequence[Worker], outcomes: Sequence[Outcome]) -> list[float]:
         """Drop the workers that do not serve the version; return the pauses of the others."""

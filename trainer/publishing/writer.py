@@ -41,10 +41,12 @@ from services.core.machine import (
     remove_memory,
 )
 from services.engines.engine import ROUTED, Delivery, Engine
+from services.engines.proof import Evidence
 from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.weights.broadcast_group import flattened
-from services.weights.policy_store import PolicyStore
+from services.weights.digests import published_digests
+from services.weights.policy_store import FIRST_VERSION, PolicyStore
 from services.weights.shared_tensors import pack_bucket
 from trainer.config import PublishedType, TrainerSettings, Transport
 from trainer.model.gathering import gather_state
@@ -88,6 +90,14 @@ class VersionWriter:
         """Its directory, from which workers load it."""
         self.metrics: dict[str, float] = {}
         """Its metrics."""
+        rounding = policy.masters.rounding
+        self.is_exact = not isinstance(rounding, MeasuredRounding) or rounding.is_exact
+        """The first version has MODEL_NAME's weights to the bit; of this rank's."""
+        self.evidence = Evidence()
+        """The facts by which workers prove the versions; on rank 0."""
+        self._hashing = ThreadPoolExecutor(1, "digests")
+        self._digests: Future[None] = self._hashing.submit(lambda: None)
+        """Resolved once the digests of the version that was written last are among the evidence."""
         self.state: dict[str, Tensor] = {}
         """Its tensors if they are sent to workers; on rank 0, until the workers have them."""
         is_local = settings.publish_transport is Transport.LOCAL
@@ -118,6 +128,7 @@ class VersionWriter:
         """
         # Before another version is gathered, so that there are two in memory and not three.
         self._next.clear()
+        self.wait_for_digests()
         # What is written at once is not copied on a CPU, because the parameters change only afterwards.
         gather = partial(gather_state, ranks=self.ranks, copy=self.is_sent and self.memory is None)
         if self.settings.lora_rank:
@@ -139,6 +150,10 @@ class VersionWriter:
             release_memory()
         if self.settings.engine_sleeps:
             torch.cuda.empty_cache()
+
+    def wait_for_digests(self) -> None:
+        """Wait until the evidence has the digests of the version that was written last. On rank 0. No collective."""
+        self._digests.result(PUBLISH_SECONDS)
 
     def release(self) -> None:
         """Give the GPU's memory of a published version back."""
@@ -166,6 +181,7 @@ class VersionWriter:
             # Not raised, because it would hide the reason why the run ended.
             log.warning("the last policy version is not on the volume", reason=str(error))
         self._pool.shutdown(wait=False)
+        self._hashing.shutdown(wait=False)
         if self.memory is not None:
             self.memory.remove()
 
@@ -174,6 +190,9 @@ class VersionWriter:
         # Out of the memory that the next version takes, the thread may still be writing the one before.
         self._check_writes(is_waiting=not self.is_sent or self.memory is not None)
         self.path = self.store.path(version)
+        if not self.settings.lora_rank:
+            self._digests = self._hashing.submit(self._hash, version, state)
+        save = partial(self._save, version, save)
         if self.memory is not None:
             self.path = self.memory.write(version, save)
             save = partial(_copy_files, self.path)
@@ -187,6 +206,19 @@ class VersionWriter:
         self._next.append((version, save))
         self._began_write = self._began_write if self._writes else time.monotonic()
         self._writes.append(self._pool.submit(self._write_next))
+
+    def _hash(self, version: int, state: Mapping[str, Tensor]) -> None:
+        """Compute the digests of a version; in a thread, while it is written and sent."""
+        if version == FIRST_VERSION:
+            self.evidence.with_zeros = {name for name, tensor in state.items() if not tensor.all()}
+        self.evidence.note_digests(version, published_digests(state))
+
+    def _save(self, version: int, save: Save, directory: Path) -> None:
+        """Fill a version's directory, with the evidence for launchers."""
+        save(directory)
+        if not self.settings.lora_rank:
+            self.wait_for_digests()
+        self.evidence.write(version, directory)
 
     def _write_next(self) -> None:
         """Write the version that waits, unless an earlier call has written it; in the thread."""

@@ -6,7 +6,7 @@ docs/metrics.md is generated from ``MEASURES``, ``DERIVED`` and ``NAMED``, which
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Gauge
@@ -15,6 +15,7 @@ from trainer.reporting.step_metrics import PHASES
 
 STEP = Gauge("trainer_step", "The newest completed step.")
 STEPS = Counter("trainer_steps", "Steps completed by this process.")
+FINDING = Gauge("trainer_finding", "1 for each thing that is found wrong with the run.", ["rule", "severity"])
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,25 @@ MEASURES: tuple[Measure, ...] = (
     _plain("workers", "Rollout workers that serve the newest policy version."),
     Measure("pause_seconds", "trainer_worker_pause_seconds", "Longest that a worker did not generate to be updated."),
     _plain("publish_by_disk", "1 once broadcasts have failed and the run publishes over the shared volume instead."),
-    Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
-    _plain("probe_delivered", "Least share of a change of LoRA adapters that workers see."),
+    _plain("workers_proven", "Workers whose weights are proven by digests; the others' answers to a fixed text agree."),
+    _plain("workers_refused", "Workers that confirmed the newest policy version and computed with something else."),
+    Measure("proof_seconds", "trainer_proof_seconds", "Time of the publication in which its version was proven."),
+    Measure(
+        "probe_difference",
+        "trainer_probe_difference_nats",
+        "Largest mean difference, a token of a fixed text, between a worker's log-probabilities and the trainer's.",
+    ),
+    _plain(
+        "probe_delivered",
+        "Least share of the change between two versions that a worker's answers show; left out while no two differ by "
+        "four times the noise.",
+    ),
+    _plain(
+        "gap_residual",
+        "Mean difference, at most 1 nat a token, between a worker's and the trainer's log-probabilities of the step's "
+        "completions with the same version; measured when kl_behaviour is unusual.",
+    ),
+    _plain("served_version", "The oldest version that fits a worker's answers best; left out likewise."),
     _plain("peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
     Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
     Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
@@ -183,6 +201,8 @@ DERIVED = {
     "counted in 20 intervals, each under its middle.",
     "failures": "Completions without a reward or over a limit: [reason, count, what one of them says], the most "
     "frequent reason first.",
+    "facts": "Sums over the step's groups from which `grpo diagnose` judges the run, by name; `prompts` has the place "
+    "of each group's prompt in the data, and `examples` the groups with a fault.",
     "episodes_failed": "Episodes of an agent without a reward, and those over a limit, over all reasons.",
     "trained_tokens_per_second": "trained_tokens over the seconds of the updates; in Prometheus, from the counters.",
 }
@@ -286,6 +306,13 @@ def count_step(step: int) -> None:
     """Count a completed step, and export its number."""
     STEP.set(step)
     STEPS.inc()
+
+
+def export_findings(found: Iterable[tuple[str, str]]) -> None:
+    """Export what is found wrong with the run, each with its rule and severity, and nothing else."""
+    FINDING.clear()
+    for labels in found:
+        FINDING.labels(*labels).set(1)
 
 
 def export(metrics: Mapping[str, float]) -> None:

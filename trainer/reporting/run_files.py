@@ -20,11 +20,14 @@ from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group, TokenSequence
+from services.run_page.diagnosis import Finding
 from services.run_page.directory import FIRST_FAILURE, Run
+from services.run_page.rules import NOTE, WRONG
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import scored as scored_sequences
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
+from trainer.reporting.group_facts import GroupFacts
 from trainer.reporting.group_records import GroupRecorder
 from trainer.reporting.step_metrics import failures, reward_counts
 from trainer.reporting.trackers import Tracker
@@ -52,6 +55,7 @@ class RunFiles:
         decode: Decode,
         services: Mapping[Task, ComponentRecord] | None = None,
         has_room: Callable[[int], bool] = lambda _size: True,
+        facts: GroupFacts | None = None,
     ) -> None:
         """Open the run directory and drop an earlier attempt's summary and its records after ``resumed_step``.
 
@@ -61,11 +65,13 @@ class RunFiles:
             decode: returns the text of token ids, with special tokens.
             services: the settings and versions of the services, for config.json.
             has_room: returns whether the volume has room for a number of bytes and for the run's other files.
+            facts: counts facts about groups; by default without those about special tokens.
         """
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.settings = settings
         self._samples = SampleRecords(decode)
+        self._facts = facts or GroupFacts(settings)
         self.directory = settings.run_dir
         self.directory.mkdir(parents=True, exist_ok=True)
         self._services = services or {}
@@ -84,17 +90,46 @@ class RunFiles:
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=kept_evaluations + 1)
         self._tracker = Tracker(settings)
         self._succeeded = False
+        self._run = Run(self.directory)
+        self.findings: list[Finding] = []
+        """What is wrong with the run, as of the last ``diagnose``."""
 
     def record_samples(self, step: int, groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()) -> None:
         """Append samples of a step's ``groups``, with the advantages that ``trained`` has."""
         _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))
 
-    def record_step(self, step: int, metrics: dict[str, float], scored: Sequence[Group]) -> None:
-        """Append a step's metrics; ``scored`` are its groups and those that dynamic sampling dropped."""
-        counts = {"reward_counts": reward_counts(scored), "failures": failures(scored)}
+    def record_step(
+        self, step: int, metrics: dict[str, float], scored: Sequence[Group], trained: Sequence[TrainingGroup] = ()
+    ) -> None:
+        """Append a step's metrics.
+
+        Args:
+            step: number of the step.
+            metrics: by column.
+            scored: its groups, and those that dynamic sampling dropped.
+            trained: the groups as the loss saw them.
+        """
+        facts = self._facts.of_step(scored, trained)
+        counts = {"reward_counts": reward_counts(scored), "failures": failures(scored), "facts": facts}
         _append(self.directory / "metrics.jsonl", [{"step": step, "time": time.time(), **metrics, **counts}])
         exported_metrics.count_step(step)
         self.show(step, metrics)
+
+    def diagnose(self, accuracy_before: float | None) -> None:
+        """Judge the recorded steps, log what is newly found, and export it to Prometheus.
+
+        Args:
+            accuracy_before: the lower end of the accuracy before the first step, if it is known.
+        """
+        known = {(finding.rule, finding.severity) for finding in self.findings}
+        try:
+            self.findings = self._run.findings(accuracy_before)
+        except Exception as error:  # noqa: BLE001  # what only looks at a run must not end it
+            log.warning("the run could not be diagnosed", reason=repr(error))
+        for finding in self.findings:
+            if finding.severity != NOTE and (finding.rule, finding.severity) not in known:
+                (log.error if finding.severity == WRONG else log.warning)(str(finding))
+        exported_metrics.export_findings((finding.rule, finding.severity) for finding in self.findings)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Show metrics of a step, or of an evaluation outside the steps, in Prometheus, TensorBoard and the tracker."""
@@ -122,7 +157,8 @@ class RunFiles:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, and after a success the card of the model."""
         self._write_config()  # again, because components that started late have left their records by now
-        _write_json(self.directory / "summary.json", summary)
+        findings = [vars(finding) for finding in self.findings]
+        _write_json(self.directory / "summary.json", summary | {"findings": findings})
         self._succeeded = summary["status"] == "succeeded"
         if summary["status"] == "succeeded" and (self.directory / "model").is_dir():
             write_card(self.directory)

@@ -43,6 +43,8 @@ class RunStatus:
     """The state of the run, with the accuracy before training; None until it is known."""
     metrics: dict[str, float] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    """The failed proofs of workers, oldest first; see UnprovenError."""
 
     def begin(self, phase: str, what: str) -> None:
         """Enter a phase; ``what`` says in words what the run does in it."""
@@ -57,6 +59,7 @@ class RunStatus:
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
             "activity": self.activity.shown(),
+            "workers_refused": self.refusals,
             **(self.state.model_dump(include=BEFORE) if self.state is not None else {}),
         }
 

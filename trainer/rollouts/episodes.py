@@ -255,6 +255,7 @@ def _figures(episode: Episode) -> EpisodeFigures:
         turns=trace.turns,
         tool_calls=trace.tool_calls,
         unparsed_tool_calls=trace.unparsed_tool_calls,
+        tools_offered=trace.tools_offered,
         branches=trace.branches,
         calls_repeated=trace.calls_repeated,
         figures=episode.figures,

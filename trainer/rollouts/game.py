@@ -358,7 +358,7 @@ def _seed_of(prompt: Prompt) -> int:
     if not (prompt.ground_truth.isascii() and prompt.ground_truth.isdecimal()):
         raise AgentFailedError(
             f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed; "
-            "set DATASET=seeds for ROLLOUT=environment",
+            "set DATASET=seeds or harbor:DIR for ROLLOUT=environment",
             "seed",
         )
     return int(prompt.ground_truth) % 2**31

@@ -93,13 +93,14 @@ class ServiceCalls:
         clients = [sampler.teacher for sampler in self.clients.samplers.values()]
         return {client.url: client for client in clients if client is not None}
 
-    def wait_for_workers(self) -> None:
-        """Wait until the router has MIN_WORKERS rollout workers.
+    def wait_for_workers(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until the router has MIN_WORKERS rollout workers; call ``meanwhile`` every two seconds of the wait.
 
         Raises:
             NeverReadyError: it has fewer after the deadline of the start.
         """
-        self.thread.call(self._wait_for_workers(self.settings.start_deadline_seconds), interruptible=True)
+        waiting = self._wait_for_workers(self.settings.start_deadline_seconds)
+        self.thread.call(waiting, interruptible=True, meanwhile=meanwhile)
 
     def fetch_prompts(self, wanted: Mapping[str, int]) -> list[Prompt]:
         """Return the next prompts of the epochs to train, as many of each source as ``wanted``; fewer at the end."""

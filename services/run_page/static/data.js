@@ -32,8 +32,8 @@ export class RunData {
     this.summary = overview.summary;
     this.state = overview.state;
     this.error = overview.error;
-    /** Why none of the steps changed the model, why completions failed, or that the reward was lost; null without. */
-    this.advice = overview.advice;
+    /** What is wrong with the run, the most severe first, as services/run_page/rules.py says it. */
+    this.findings = overview.findings ?? [];
     this.takeBefore(overview.summary);
     this.placeAfter();
   }

@@ -61,7 +61,7 @@ const FIRST = [
     note: "Less is better. The largest area is the phase to speed up.",
     stacked: true,
     series: [
-      "fetch", "generate", "score", "store", "wait", "replay", "reference", "values", "train", "publish", "evaluate", "record", "save",
+      "fetch", "generate", "score", "store", "wait", "teach", "replay", "reference", "values", "train", "publish", "evaluate", "record", "save",
     ].map((phase) => [`seconds_${phase}`]),
     compared: [["seconds_step", "step"]],
     name: without("seconds_"),

@@ -5,10 +5,16 @@ import { clock, count, duration, number, some } from "./format.js";
 
 const NOTHING = number(null);
 
-/** Returns the summary of one run: what it does before its first step, else the server's advice and its tiles. */
+/** Returns the summary of one run: what it does before its first step, else the server's findings and its tiles. */
 export function summarise(run, now) {
   if (!run.steps && !now?.step) return waiting(run, now);
-  return h("div", null, run.advice ? h("p", { class: "advice fair", role: "status" }, run.advice) : null, tiles(run, now));
+  return h("div", null, run.findings.map(finding), tiles(run, now));
+}
+
+const COLOURS = { wrong: "bad", doubt: "fair", note: "muted" };
+
+function finding({ severity, text }) {
+  return h("p", { class: `finding ${COLOURS[severity]}`, role: "status" }, text);
 }
 
 /** Returns what a run without a step does, for how long and until when. */

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.linear import Linear, PlainLinear, make_head, make_linear
+from services.core.linear import Head, Linear, PlainLinear, make_linear
 from tests.tolerance import BOTH_TYPES, both_types
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +76,6 @@ def test_a_row_is_the_same_in_any_batch_on_processors_with_fewer_instructions(in
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_head_on_a_gpu_returns_float32(dtype: torch.dtype) -> None:
     """Tensors on the meta device have no values, and take a GPU's path."""
-    logits = make_head(torch.empty(17, 8, dtype=dtype, device="meta"))(torch.empty(5, 8, dtype=dtype, device="meta"))
+    logits = Head(torch.empty(17, 8, dtype=dtype, device="meta"))(torch.empty(5, 8, dtype=dtype, device="meta"))
     assert logits.dtype is torch.float32
     assert logits.shape == (5, 17)

@@ -19,7 +19,7 @@ ROPE = SCALED | {"original_max_position_embeddings": 64}
 START = f"""
 import sys
 from services.embedded_engine.__main__ import import_application
-import_application()
+import_application(sys.argv[1])
 import torch
 from transformers import LlamaConfig
 from services.embedded_engine.model import _rotary_frequencies
@@ -29,8 +29,10 @@ print(_rotary_frequencies(LlamaConfig(rope_parameters={ROPE}))[0].tolist())
 
 
 @pytest.mark.slow
-def test_an_engine_starts_without_compilers_and_computes_scaled_rotations() -> None:
-    told = subprocess.run([sys.executable, "-c", START], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+def test_an_engine_starts_without_compilers_and_computes_scaled_rotations(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    command = [sys.executable, "-c", START, str(tmp_path)]
+    told = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     heavy, frequencies = told.splitlines()
     assert heavy == "[]"
     assert torch.equal(torch.tensor(json.loads(frequencies)), _rotary_frequencies(LlamaConfig(rope_parameters=ROPE))[0])

@@ -17,13 +17,13 @@ from services.core import machine
 from services.core.child import API_KEY_FROM_TOKEN
 from services.core.endpoints import ENGINE_PORTS, NO_PROXY_VARIABLES, Endpoint
 from services.core.errors import ConfigurationError
-from services.core.machine import ComputeType, installed_nccl
+from services.core.machine import ComputeType
 from services.core.processes import Command
 from services.engines.engine import Embedded, Engine
 from services.engines.placement import EnginePlace, SizeFacts, place_engines, size_facts, weight_bytes
 from services.engines.router import RouterAdmin, router_command
 from services.engines.settings import RolloutSettings
-from services.rollout_server.__main__ import choose_addresses
+from services.rollout_server.__main__ import _client, choose_addresses
 from tests.fake_service import fake_service
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
@@ -92,10 +92,10 @@ def interpreter_with_nccl(interpreter_with_sglang: str, tmp_path: Path) -> str:
 async def test_the_router_gets_the_nccl_of_the_engines_own_interpreter(interpreter_with_nccl: str) -> None:
     own = settings(sglang_python=interpreter_with_nccl)
     with fake_service({"POST /workers": lambda _: {}}) as service:
-        async with RouterAdmin(service.endpoint) as router, Engine("http://worker:1", timeout=1) as worker:
-            await router.add(worker)
-            worker.gpus, worker.nccl = ("2", "3"), installed_nccl(Engine.python(own))
-            await router.add(worker)
+        async with RouterAdmin(service.endpoint) as router:
+            for place in EnginePlace(), EnginePlace(3, 2, ("2", "3")):
+                async with _client(own, Engine, place, Endpoint("worker", 1)) as worker:
+                    await router.add(worker)
         without, labelled = [request["labels"] for request in service.asked("POST /workers")]
     assert without == {"engine": "sglang"}
     assert labelled == {"engine": "sglang", "gpus": "2,3", "nccl": "2.28.3"}

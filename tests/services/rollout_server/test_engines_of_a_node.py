@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
+from services.engines.sglang import EngineKernels
 from tests.ports import free_ports
 from tests.prometheus_targets import relabel, scrape_jobs
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
@@ -32,6 +33,7 @@ from trainer.publishing.writer import VersionWriter
 
 pytestmark = pytest.mark.slow
 
+KERNELS = ("activation", "norm")
 CONFIG = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
 
 
@@ -53,17 +55,30 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNodes]:
         SGLANG_EXTRA_FLAGS="",
         PATH=f"{directory}:/usr/bin:/bin",
         CUDA_HOME=str(directory),
+        SGLANG_JIT_CACHE_DIR=str(directory / "kernels"),
         ROLLOUT_MAX_RESTARTS="50",
     )
     nodes.model.joinpath("config.json").write_text(json.dumps(CONFIG))
     size = {"metadata": {"total_size": 60 * 2**30}}
     nodes.model.joinpath("model.safetensors.index.json").write_text(json.dumps(size))
+    kernels(nodes, "of-another-pod", KERNELS[0]).keep()
+    kernels(nodes, "kernels", KERNELS[1])
     try:
         nodes.start()
         wait_registered(nodes)
         yield nodes
     finally:
         nodes.stop()
+
+
+def kernels(node: FakeNodes, name: str, *compiled: str) -> EngineKernels:
+    """A pod's kernels, besides the given ones that it has compiled."""
+    directory = node.directory / name
+    for kernel in compiled:
+        path = directory / "9.0a" / kernel / "build-1" / "deps-2" / "kernel.so"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    return EngineKernels(node.directory / "runs/test/engine-kernels-0", TOKEN, directory)
 
 
 def wait_registered(nodes: FakeNodes, engines: int = 4) -> None:
@@ -74,6 +89,17 @@ def wait_registered(nodes: FakeNodes, engines: int = 4) -> None:
 def test_every_engine_has_gpus_of_its_own_and_is_registered_by_itself(node: FakeNodes) -> None:
     assert told(node, "/server_info", "visible") == ["0,1", "2,3", "4,5", "6,7"]
     assert told(node, "/server_info", "tp_size") == [2] * 4
+
+
+def test_engines_begin_with_the_kernels_of_the_pod_before_and_leave_theirs(node: FakeNodes) -> None:
+    own, next_pod = kernels(node, "kernels"), kernels(node, "next")
+    assert {path.name for path in own.directory.glob("*/*")} == {*KERNELS}
+
+    def has_all() -> bool:
+        next_pod.load()
+        return {path.name for path in next_pod.directory.glob("*/*")} == {*KERNELS}
+
+    node.wait_until(has_all, "kernels of both pods")
 
 
 def test_prometheus_gets_the_metrics_of_every_engine_from_the_router(node: FakeNodes) -> None:

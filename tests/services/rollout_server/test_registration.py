@@ -19,7 +19,8 @@ import pytest
 from services.core.endpoints import ENDPOINTS_VARIABLE, STATUS_PORT
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.supervisor import SupervisedProcess
-from services.engines.engine import ASLEEP, Engine
+from services.engines.engine import ASLEEP, Embedded, Engine
+from services.engines.proof import REFUSED_FILES, Evidence
 from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.rollout_server import registration as module
@@ -112,13 +113,13 @@ Until = Callable[[Callable[[], object]], Any]
 
 @asynccontextmanager
 async def registered(
-    node: Node, settings: RolloutSettings, engine: RunningEngine | None = None
+    node: Node, settings: RolloutSettings, engine: RunningEngine | None = None, kind: type[Engine] = Engine
 ) -> AsyncIterator[Until]:
     """The registration runs within it; it yields a wait for a condition, which ends with the registration."""
     async with (
         asyncio.timeout(IDLE_SECONDS),
         RouterAdmin(node.router.endpoint) as router,
-        Engine(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+        kind(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         process = cast(SupervisedProcess, engine or RunningEngine())
         running = asyncio.create_task(WorkerRegistration(settings, worker, router, process).run())
@@ -142,6 +143,23 @@ async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Pat
     assert node.loaded == ["1", "3"], "it loaded the version that it found, and then the newest"
     node.store.prune(1, HOLD_SECONDS)
     assert [path.name for path in node.store.policy_dir.iterdir()] == ["v000003"], "nothing is held any more"
+
+
+async def test_a_worker_is_registered_once_it_has_proven_the_version(node: Node, tmp_path: Path) -> None:
+    node.loaded = ["first weights"]
+    node.publish(1)
+    directory, digest = node.store.path(1), "00000000"
+    Evidence(digests={1: {"w": ["0000000a"]}}).write(1, directory)
+    node.worker.routes["POST /weights_checker"] = lambda _: {"ranks": [{"checksums": {"w": digest}}]}
+    async with registered(node, settings(tmp_path), kind=Embedded) as until:
+        await until(lambda: len([*directory.glob(REFUSED_FILES)]) == 2)
+        assert not node.router.asked("POST /workers")
+        digest = "0000000a"
+        await until(lambda: node.registered)
+    assert node.loaded[1:] == ["1"] * len(node.loaded[1:])
+    refused = [json.loads(path.read_bytes()) for path in directory.glob(REFUSED_FILES)]
+    found = {(each["worker"], each["confirmed"], *each["tensors"]) for each in refused}
+    assert found == {(node.worker.endpoint.url, 1, "w")}
 
 
 async def test_a_stale_worker_is_left_to_a_trainer_that_answers(

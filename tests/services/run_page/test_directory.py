@@ -122,20 +122,21 @@ def test_a_run_that_has_just_begun_is_empty(tmp_path):
     assert 100_000 < len(run.overview().first_failure) < 101_000
 
 
-def test_a_run_has_its_steps_once_and_the_advice_on_them_once_there_are_some(tmp_path):
+def test_a_run_has_its_steps_once_and_its_findings_once_there_are_some(tmp_path):
     lines = [metrics(step) | {"trained_tokens": 0.0, "reward_counts": [[0.0, 8]]} for step in range(1, 6)]
     run = Run(write_run(tmp_path / "run", 0))
     (run.path / "summary.json").unlink()
     for count, is_early in ((1, True), (2, True), (5, False)):
         append(run.path / "metrics.jsonl", lines[len(run.steps()) : count])
         assert [step.step for step in run.steps()] == [*range(1, count + 1)]
-        assert (run.overview().advice is None) is is_early
+        assert (run.overview().findings == []) is is_early
     # As a trainer does that resumes from a checkpoint.
     append(run.path / ".partial", lines[:3])
     (run.path / ".partial").rename(run.path / "metrics.jsonl")
     assert [step.step for step in run.steps()] == [1, 2, 3]
-    assert "learned nothing in 3 steps" in run.overview().advice
-    assert run.overview(is_alone=False).advice is None
+    [found] = run.overview().findings
+    assert (found["rule"], found["first_step"], found["last_step"]) == ("nothing learned", 1, 3)
+    assert run.overview(is_alone=False).findings == []
 
 
 def test_runs_are_found_and_told_apart(tmp_path):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.sequences import trained_sequence
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes, prefixes
 from tests.trainer.tiny import random_trees
+from trainer.algorithm import attention_layout
 from trainer.algorithm.attention_layout import TILE, AttentionLayout, TreeMask, tiles
 from trainer.algorithm.packing import TrainingGroup, pack
+
+WINDOWS = st.none() | st.integers(1, 20)
 
 
 @fast
@@ -29,12 +34,16 @@ def test_a_token_sees_its_own_past_and_its_position_is_its_depth(groups: list[Tr
 
 
 @fast
-@given(groups=groups_of_many_shapes(most=4))
-def test_the_blocks_of_attention_show_each_token_what_the_ends_say(groups: list[TrainingGroup]) -> None:
+@given(groups=groups_of_many_shapes(most=4), window=WINDOWS)
+def test_the_blocks_of_attention_show_each_token_what_the_ends_say(
+    groups: list[TrainingGroup], window: int | None
+) -> None:
     groups = [g for g in groups if g.sequences]
     if not groups:
         return
-    layout = pack(groups).layout.prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_layout, "LONGEST_PART", 8)
+        layout = pack(groups).layout.prepared((window,))[window]
     queries, shown = [], []
     for block in layout.blocks:
         n_runs, longest, keys = *block.query_rows.shape, block.key_rows.shape[1]
@@ -50,7 +59,8 @@ def test_the_blocks_of_attention_show_each_token_what_the_ends_say(groups: list[
     every = torch.arange(len(layout.ends))
     assert [queries[i] for i in layout.unpack.tolist()] == every.tolist()
     for q, i in enumerate(layout.unpack.tolist()):
-        assert shown[i] == ((every <= q) & (q < layout.ends)).nonzero().squeeze(1).tolist()
+        path = ((every <= q) & (q < layout.ends)).nonzero().squeeze(1).tolist()
+        assert shown[i] == (path if window is None else path[-window:])
 
 
 def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
@@ -73,18 +83,20 @@ def test_one_long_completion_does_not_pad_many_short_ones() -> None:
 TABLES = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
 
 
-def pairs(ends: Tensor) -> Tensor:
+def pairs(ends: Tensor, window: int | None = None) -> Tensor:
     """Return which token sees which, [T, T] bool."""
     rows = torch.arange(len(ends))
-    return (rows <= rows[:, None]) & (rows[:, None] < ends)
+    on_path = (rows <= rows[:, None]) & (rows[:, None] < ends)
+    # Of the tokens that a token sees, those after one that it sees are nearer.
+    return on_path if window is None else on_path & (on_path.flip(1).cumsum(1).flip(1) <= window)
 
 
 @fast
-@given(groups=groups_of_many_shapes(most=4))
-def test_a_token_sees_what_it_sees_on_a_cpu(groups: list[TrainingGroup]) -> None:
+@given(groups=groups_of_many_shapes(most=4), window=WINDOWS)
+def test_a_token_sees_what_it_sees_on_a_cpu(groups: list[TrainingGroup], window: int | None) -> None:
     groups = [g for g in groups if g.sequences]
-    mask = pack(groups, TreeMask).layout.prepared()
-    expected = pairs(pack(groups).layout.ends)
+    mask = pack(groups, TreeMask).layout.prepared((window,))[window]
+    expected = pairs(pack(groups, TreeMask).layout.ends, window)
     rows, zero = torch.arange(len(expected)), torch.tensor(0)
     assert torch.equal(mask.mask_mod(zero, zero, rows[:, None], rows), expected)
 
@@ -92,7 +104,7 @@ def test_a_token_sees_what_it_sees_on_a_cpu(groups: list[TrainingGroup]) -> None
 def test_tiles_are_those_of_the_whole_mask() -> None:
     for seed, n_groups in enumerate((1, 4, 5, 12, 40)):
         layout = pack(random_trees(seed, n_groups=n_groups, n_sequences=5), TreeMask).layout
-        mask, length = layout.prepared(), len(layout.ends)
+        mask, length = layout.prepared()[None], len(layout.ends)
         expected = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
         for name in TABLES:
             counts, own = getattr(expected, name), getattr(mask, name)
@@ -101,6 +113,18 @@ def test_tiles_are_those_of_the_whole_mask() -> None:
             for row, count in enumerate(counts[0, 0].tolist()):
                 first = [getattr(m, indices)[0, 0, row, :count].tolist() for m in (mask, expected)]
                 assert first[0] == first[1], name
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 130, 200])
+def test_tiles_of_a_window_are_few_and_hold_every_pair(window: int) -> None:
+    layout = pack([group_of(1000, [300] * 8)], TreeMask).layout
+    count = len(layout.ends) // TILE
+    by_tile = pairs(layout.ends, window).view(count, TILE, count, TILE)
+    partial, whole = tiles(layout.ends, layout.depths, window)
+    assert not (by_tile.any(3).any(1) & ~partial & ~whole).any()
+    assert not (whole & ~by_tile.all(3).all(1)).any()
+    # A tile of queries reaches over one more than the window has, and a completion begins after the prompt's end.
+    assert int((partial | whole).sum()) <= count * (4 + 2 * (window // TILE))
 
 
 def test_tokens_that_see_little_ask_for_few_tiles() -> None:

@@ -11,11 +11,13 @@ import structlog
 import torch
 import yaml
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from local_runner.spec import JOB_GROUPS
 from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
+from tests.trainer.runs import Outside, train
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
 from trainer.capacity.check import REMEDIES, check, compare_asleep, engine_beside, preflight
 from trainer.capacity.need import GIB, EngineBeside, Work, needed, stored_bytes
@@ -404,11 +406,69 @@ def test_what_a_sleeping_engine_keeps_is_compared_with_what_was_assumed(
     assert (line["log_level"], line["held"], line["assumed"]) == (level, f"{gigabytes} GiB", "3.5 GiB")
 
 
+class Engines(Outside):
+    """Engines that sleep once in each of two steps."""
+
+    def __init__(self) -> None:
+        super().__init__("", prompts=2)
+        self.seen: list[str] = []
+
+    def free_engines_memory(self) -> None:
+        self.seen.append("asleep")
+
+
+def test_a_run_measures_its_engines_when_they_sleep_for_the_first_time(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = Engines()
+    monkeypatch.setattr("trainer.rank_calls.compare_asleep", lambda *_: outside.seen.append("measured"))
+    assert train(alone, model, tmp_path, outside, engine_sleeps=True).error is None
+    assert outside.seen == ["asleep", "measured", "asleep"]
+
+
 def test_rows_are_counted_without_a_compiler() -> None:
     shape, machine = replace(SHAPES["0.5B"], needs_rows=True), Machine(1, 1, 2, ROOM)
-    assert check(settings(), shape, machine).has_rows
-    assert not chosen("0.5B", 1, 1).has_rows
+    assert check(settings(), shape, machine).is_uncompiled
+    assert not chosen("0.5B", 1, 1).is_uncompiled
     rows, trees = (work_of(settings(layout=layout), shape, machine) for layout in ("rows", "tree"))
     assert stored_bytes(shape, rows) > stored_bytes(shape, trees)
     with pytest.raises(ConfigurationError, match="ACTIVATION_CHECKPOINTING is selective"):
         check(settings(activation_checkpointing="selective"), shape, machine)
+
+
+@pytest.mark.parametrize(("family", "intermediate", "norms"), [("gpt_oss", 2 * 48, 2), ("gemma2", 48, 4)])
+def test_widths_of_experts_and_norms_of_a_layer_are_counted(family: str, intermediate: int, norms: int) -> None:
+    shape = ModelShape.of(FAMILIES[family])
+    assert (shape.intermediate, shape.norms, shape.needs_rows) == (intermediate, norms, False)
+    assert shape.inner_states == (6 if family == "gpt_oss" else 3)
+
+
+def test_recurrent_layers_are_counted_with_what_they_keep() -> None:
+    """A delta net's mixer keeps float32 copies of queries, keys and values, and 64 numbers a head, several times."""
+    heads, width = 8, 64
+    config = AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
+    shape, machine = ModelShape.of(config), Machine(1, 1, 2, ROOM)
+    assert shape.recurrent_layers == 3
+    assert 10 * 4 * heads * width < shape.mixer_bytes < 50 * 4 * heads * width
+    work = work_of(settings(layout="tree"), shape, machine)
+    assert work.is_uncompiled
+    without = replace(shape, recurrent_layers=0, mixer_bytes=0)
+    more = {
+        has: needed(shape, now).total("device") - needed(without, now).total("device")
+        for has, now in ((False, work), (True, replace(work, checkpointing=True)))
+    }
+    assert more == {False: 3 * work.tokens * shape.mixer_bytes, True: work.tokens * shape.mixer_bytes}

@@ -96,8 +96,9 @@ def test_mistral_without_a_window_is_computed_right(tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs, torch.cat(plain_logprobs(plain_model(tmp_path), group)), **CLOSE)
 
 
-def test_attention_dropout_is_refused() -> None:
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"sliding_window": 7}, {"position_bias": torch.zeros(1)}])
+def test_attention_that_is_not_known_is_refused(options: dict[str, Any]) -> None:
     batch = pack(random_groups(0, n_groups=1))
     states = torch.zeros(1, 2, len(batch.input_ids), 4)
-    with pytest.raises(ConfigurationError, match="dropout"):
-        tree_attention(torch.nn.Identity(), states, states, states, None, dropout=0.1, layout=batch.layout)
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        tree_attention(torch.nn.Identity(), states, states, states, None, layout=batch.layout.prepared((6,)), **options)

@@ -70,9 +70,12 @@ def test_an_update_is_that_of_one_rank(model: Path, n_ranks: int, size: int, rep
 
 @pytest.mark.parametrize(
     ("family", "n_ranks"),
-    [("llama-one-key-head", 2), pytest.param("qwen3_moe", 4, marks=pytest.mark.slow)],
+    [
+        ("llama-one-key-head", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3_moe", 4), ("gpt_oss", 2), ("gemma2", 2))),
+    ],
 )
-def test_key_value_heads_may_be_fewer_than_ranks(tmp_path: Path, family: str, n_ranks: int) -> None:
+def test_layers_of_any_kind_are_those_of_one_rank(tmp_path: Path, family: str, n_ranks: int) -> None:
     model = save_model(tmp_path, FAMILIES[family])
     with join_ranks() as alone:
         expected = updates(alone, model, 1, 1, [{}])

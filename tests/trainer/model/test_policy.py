@@ -23,6 +23,7 @@ from tests.tolerance import logprob_tolerance
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_groups, save_model
+from toys import arithmetic
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
@@ -195,6 +196,34 @@ def test_a_checkpoint_of_other_names_is_refused(
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
     with pytest.raises(ConfigurationError, match=message):
         load_policy(TrainerSettings.load(model_name=str(mixture)), alone)
+
+
+def test_buffers_of_the_checkpoint_are_published_and_saved(tmp_path: Path, alone: Ranks) -> None:
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=16,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(0.5)
+    model.save_pretrained(tmp_path / "model")
+    arithmetic.build_tokenizer().save_pretrained(tmp_path / "model")
+    policy = load_policy(TrainerSettings.load(model_name=str(tmp_path / "model")), alone)
+    save_pretrained(policy, alone, tmp_path / "saved", Rounding(torch.float32))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "saved"))
+    assert after.keys() == before.keys()
+    assert after["model.layers.0.layer_scalar"] == before["model.layers.0.layer_scalar"] == 0.5
 
 
 def test_adapters_of_a_mixture_are_refused(mixture: Path, alone: Ranks) -> None:

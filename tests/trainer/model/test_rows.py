@@ -16,7 +16,7 @@ from services.core.errors import ConfigurationError
 from tests.toy_models import noisy_model
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes
 from tests.trainer.model.test_micro_batching import completions
-from tests.trainer.tiny import SHAPE, plain_forward, random_groups
+from tests.trainer.tiny import FAMILIES, SHAPE, plain_forward, random_groups, save_model
 from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.config import Layout, TrainerSettings
@@ -26,6 +26,7 @@ from trainer.model.logprobs import check_logits
 from trainer.model.micro_batching import MOST_PADDING, share_out_rows
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
+from trainer.model.recurrent import is_recurrent
 
 DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -91,7 +92,9 @@ def test_log_probabilities_and_gradients_are_those_of_each_completion_alone(fami
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())), msg=name)
 
 
-def test_a_step_is_the_same_by_either_layout(alone: Ranks, model: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_step_is_the_same_by_either_layout(alone: Ranks, tmp_path: Path, family: str) -> None:
+    model = save_model(tmp_path, FAMILIES[family])
     updates, weights = [], []
     for layout in (Layout.TREE, Layout.ROWS):
         settings = TrainerSettings(model_name=str(model), layout=layout, micro_batch_tokens=64)
@@ -122,12 +125,14 @@ def test_rows_of_a_micro_batch_are_of_similar_lengths(
     ("family", "options", "layout", "expected"),
     [
         *((family, {}, "auto", Layout.TREE) for family in ("llama", "qwen3", "qwen3_moe")),
-        *((family, OTHERS[family], "auto", Layout.ROWS) for family in ("qwen3_5_text", "gemma2", "gpt_oss", "lfm2")),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "auto", Layout.ROWS),
-        ("mistral", {"sliding_window": 8}, "auto", Layout.ROWS),
+        *((family, OTHERS[family], "auto", Layout.TREE) for family in ("gemma2", "gpt_oss", "qwen3_5_text", "lfm2")),
+        ("granitemoehybrid", {"mamba_n_heads": 4, "layer_types": ["full_attention"] * 2}, "auto", Layout.TREE),
+        ("mistral", {"sliding_window": 8}, "auto", Layout.TREE),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "auto", Layout.ROWS),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "auto", Layout.ROWS),
         ("bloom", {}, "auto", Layout.ROWS),
         ("qwen3", {}, "rows", Layout.ROWS),
-        ("gpt_oss", OTHERS["gpt_oss"], "tree", None),
+        ("bloom", {}, "tree", None),
     ],
 )
 def test_trees_are_taken_where_every_layer_is_known(
@@ -140,9 +145,17 @@ def test_trees_are_taken_where_every_layer_is_known(
             choose_layout(settings, configs)
         return
     assert choose_layout(settings, configs) is expected
-    if expected is Layout.ROWS:
+    if expected is Layout.ROWS or is_recurrent(configs[1]):
         with pytest.raises(ConfigurationError, match="CONTEXT_PARALLEL_SIZE=2"):
             choose_layout(settings.model_copy(update={"context_parallel_size": 2}), configs)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"])
+def test_flash_attention_is_refused_where_trees_need_more_than_its_mask(family: str) -> None:
+    settings, plain = TrainerSettings(attention_kernel="flash"), AutoConfig.for_model("qwen3", **SHAPE)
+    assert choose_layout(settings, [plain]) is Layout.TREE
+    with pytest.raises(ConfigurationError, match="ATTENTION_KERNEL"):
+        choose_layout(settings, [plain, AutoConfig.for_model(family, **SHAPE)])
 
 
 def test_logits_of_a_models_own_way_are_refused(model: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from services.core.errors import DependencyLostError
 from services.core.tasks import ServiceThread
 from services.engines.engine import ASLEEP, Embedded
+from services.engines.proof import Evidence
 from services.engines.router import Worker
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service, name_router
@@ -63,7 +64,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
     store = PolicyStore(settings.policy_dir)
     store.begin(1)
     store.commit(1)
-    writer = MagicMock(written=1, metrics={}, state={}, store=store, path=store.path(1))
+    writer = MagicMock(written=1, metrics={}, state={}, store=store, path=store.path(1), evidence=Evidence())
     with ServiceThread() as thread:
         yield Publisher(settings, thread, cast(VersionWriter, writer))
 

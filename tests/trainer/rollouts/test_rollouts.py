@@ -301,7 +301,7 @@ def test_the_activity_says_how_many_workers_answer_why_not_more_and_until_when_t
     with fake_service({"GET /health": health, "GET /workers": workers}) as router:
         address = f"{router.endpoint.host}:{router.endpoint.port}"
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
-        main.wait_for_workers()
+        main.wait_for_workers(lambda: None)
     assert {told["what"] for told in seen} == {"waiting for 2 rollout workers"}
     assert [told["done"].partition(" (")[0] for told in seen] == [f"{count} there" for count in (0, 0, 0, 0, 0, 1, 1)]
     assert ["no router yet" in told["done"] for told in seen] == [True, True, *[False] * 5]

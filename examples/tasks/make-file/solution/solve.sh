@@ -1,0 +1,2 @@
+#!/bin/sh
+printf 'red\ngreen\nblue\n' > /app/rainbow.txt

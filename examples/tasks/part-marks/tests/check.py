@@ -1,0 +1,20 @@
+import json
+import os
+import subprocess
+import sys
+
+# Where there is AS_ANSWER, what runs behind it reads no test and writes no verdict.
+PROGRAM = [*os.environ.get("AS_ANSWER", "").split(), sys.executable, "-I", "-c"]
+CASES = {
+    "ends": ("  plain ", "plain"),
+    "runs": ("a\t \nb", "a b"),
+    "case": ("LouD", "loud"),
+    "empty": (" \n", "untitled"),
+}
+CALL = "import sys; sys.path.insert(0, '/app'); from tidy import tidy; sys.stdout.write(tidy(sys.argv[1]))"
+marks = {}
+for name, (text, expected) in CASES.items():
+    done = subprocess.run([*PROGRAM, CALL, text], capture_output=True, text=True, timeout=5)
+    marks[name] = float(done.returncode == 0 and done.stdout == expected)
+with open("/logs/verifier/reward.json", "w", encoding="utf-8") as file:
+    json.dump({"reward": sum(marks.values()) / len(marks), **marks}, file)

@@ -1,0 +1,3 @@
+#!/bin/sh
+mkdir -p /logs/verifier
+exec python3 -I /tests/check.py

@@ -1,0 +1,2 @@
+#!/bin/sh
+seq 10 | awk '{print $1 * $1}' > /app/squares.txt

@@ -1,0 +1,449 @@
+"""Any causal language model, computed by transformers' own forward pass: for families that model.py does not know.
+
+A prompt is computed alone, and makes the cache that its model has: keys and values, windows, recurrent states or inputs
+of convolutions. Its completions start from copies of that cache and are decoded in one batch without padding, because
+they have the same length; each leaves the batch when it ends. So a recurrent state never sees a padding token, and a
+window counts real positions. A sequence gets the same results to the bit whatever else runs, because linear layers
+compute each row independently (linear.py). A check at the start finds models whose other operations do not, such as
+fused experts, or functions of rows that do not fill a processor's vectors; they are decoded one sequence at a time.
+Only the output head covers all running sequences.
+
+No cache is kept for later requests: many models continue a cache by several tokens in another order of sums than by
+one, and a resumed run would then sample other tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
+
+from services.core.errors import first_line
+from services.core.linear import Head, Linear, make_linear
+from services.embedded_engine.adapters import LowRank
+from services.embedded_engine.kv_cache import Rows
+from services.embedded_engine.weights import WeightsError, refuse
+
+_TOWER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
+"""Begins the names of a text model's tensors in a checkpoint that has other modalities, too."""
+_CACHES = ("past_key_values", "cache_params")
+"""The names under which forward passes take and return a cache."""
+PROBED = 8
+"""Tokens of the check whether decoding continues a text."""
+JOINED = 9
+"""Sequences of the check whether a batch gets the results of each of its sequences alone."""
+JOINED_LENGTHS = (PROBED, 200)
+"""The lengths of their prompt."""
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest distance of the check's logits, relative to their deviation from their mean."""
+
+
+class AnyArchitecture:
+    """The tensors, linear layers and sizes of a causal language model; of a multimodal one, of its text model."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        """Read them from a model without data.
+
+        Raises:
+            WeightsError: transformers has no causal language model for the configuration.
+        """
+        self.config = config.get_text_config(decoder=True)
+        self._is_part = self.config is not config
+        try:
+            with torch.device("meta"):
+                template: PreTrainedModel = AutoModelForCausalLM.from_config(self.config)
+        except ValueError as error:
+            raise WeightsError(
+                f"model type {self.config.model_type!r}: transformers has no causal language model of it"
+            ) from error
+        self.kind = type(template)
+        self.family: str = self.config.model_type
+        self.vocab_size: int = self.config.vocab_size
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self._ignored = [re.compile(pattern) for pattern in template._keys_to_ignore_on_load_unexpected or ()]
+        unique = {id(x): (name, x) for name, x in reversed(template.state_dict(keep_vars=True).items())}
+        self._template = template
+        self.parameters = {name for name, _ in unique.values()}
+        """The names of the model's tensors, tied ones once."""
+        files = self.as_in_files({name: x.data for name, x in unique.values()})
+        self._shapes = {name: tuple(x.shape) for name, x in files.items()}
+        self._tied = template.state_dict().keys() - self.parameters
+        self.prefix = template.base_model_prefix
+        parts = {name: part for name, part in template.named_modules() if isinstance(part, nn.Linear)}
+        self.head = next((name for name, part in parts.items() if part is template.get_output_embeddings()), "")
+        self._linear = {n: (part.out_features, part.in_features) for n, part in parts.items() if n != self.head}
+
+    def as_in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's tensors as its family's checkpoints have them."""
+        converted: dict[str, Tensor] = revert_weight_conversion(self._template, tensors)
+        return converted
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by its name in the family's checkpoints, tied tensors once."""
+        return self._shapes
+
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return outputs and inputs of every linear layer but the output head, by name."""
+        return self._linear
+
+    def own_name(self, name: str) -> str:
+        """Return the text model's name of a tensor or module that a multimodal checkpoint names otherwise."""
+        name = _TOWER.sub(f"{self.prefix}.", name).removeprefix("language_model.")
+        return prefixed if (prefixed := f"{self.prefix}.{name}") in self._shapes else name
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor is allowed but not read: tied, computed, or of another modality."""
+        if name in self._shapes:
+            return False
+        is_computed = name in self._tied or name.endswith("rotary_emb.inv_freq")
+        return self._is_part or is_computed or any(pattern.search(name) for pattern in self._ignored)
+
+
+@dataclass
+class Batch:
+    """Completions of one prompt, of equal length: their cache as the model keeps it, and the row of each."""
+
+    cache: Any
+    rows: list[int]
+
+    def select(self, places: list[int]) -> None:
+        """Keep the sequences at ``places`` of the batch, each as often as it is named."""
+        self.cache.reorder_cache(torch.tensor(places))
+        self.rows = [self.rows[place] for place in places]
+
+
+class StateCache(Rows):
+    """The caches of the running sequences, in batches. Memory is taken as sequences grow."""
+
+    prefix_tokens = 0
+
+    def __init__(self, max_tokens: int, max_rows: int, *, joins: bool) -> None:
+        """Make an empty cache; with ``joins``, the completions of a prompt are one batch."""
+        super().__init__(max_tokens, max_rows)
+        self.batches: list[Batch] = []
+        self._joins = joins
+        self._has_memory = True
+
+    @property
+    def has_memory(self) -> bool:
+        """See Rows."""
+        return self._has_memory
+
+    def occupy(self, *, has_memory: bool) -> None:
+        """See Rows."""
+        self._has_memory = has_memory
+        self.truncate(0)
+        torch.cuda.empty_cache()
+
+    def ensure(self, length: int, used_rows: int, used_length: int) -> None:
+        """See Rows."""
+        if (wanted := self.whole_length(length)) > self.row_length or not used_rows:
+            self.row_length = wanted
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """See Rows."""
+        renamed = {target: -1, source: target}
+        for batch in self.batches:
+            batch.rows = [renamed.get(row, row) for row in batch.rows]
+
+    def read(self, row: int, start: int, stop: int) -> Any:
+        """See Rows; it is always the whole row."""
+        held = next(batch for batch in self.batches if row in batch.rows)
+        batch = copy.deepcopy(held)
+        if len(batch.rows) > 1:
+            batch.select([batch.rows.index(row)])
+        return batch.cache
+
+    def write(self, rows: slice, content: Any) -> None:
+        """See Rows."""
+        count = rows.stop - rows.start
+        if self._joins and count > 1:
+            batch = Batch(copy.deepcopy(content), [rows.start])
+            batch.select([0] * count)
+            batch.rows = [*range(rows.start, rows.stop)]
+            self.batches.append(batch)
+        else:
+            self.batches += [Batch(copy.deepcopy(content), [row]) for row in range(rows.start, rows.stop)]
+
+    def storer(self, rows: Sequence[slice]) -> Callable[[int, Any], None]:
+        """See Rows; it takes a sequence's number and cache."""
+        return lambda number, state: self.write(rows[number], state)
+
+    def truncate(self, count: int) -> None:
+        """See Rows."""
+        for batch in self.batches:
+            places = [place for place, row in enumerate(batch.rows) if 0 <= row < count]
+            if places and len(places) < len(batch.rows):
+                batch.select(places)
+            elif not places:
+                batch.rows = []
+        self.batches = [batch for batch in self.batches if batch.rows]
+
+    def clear(self) -> None:
+        """See Rows."""
+        self.truncate(0)
+
+
+class _Head(nn.Module):
+    """An output head to float32 logits, whose result for a row does not depend on the other rows."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.linear = Head(head.weight)
+        self.bias = head.bias
+        self.weight = head.weight.new_empty(0)
+        """Some models cast the states to its type."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the logits [..., V] of states [..., H]."""
+        logits: Tensor = self.linear(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
+        return logits if self.bias is None else logits + self.bias.float()
+
+
+class _States:
+    """A decoder's output that has states only; everything else that a model's head may look for is None."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, place: int) -> Tensor | None:
+        return self.last_hidden_state if place == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _GivenStates(nn.Module):
+    """A decoder's stand-in that returns the embeddings it gets: the rest of its model then makes logits of states."""
+
+    @property
+    def decoder(self) -> _GivenStates:
+        """OPT's model calls its decoder so."""
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _States:
+        """Return ``inputs_embeds`` as the states."""
+        return _States(inputs_embeds)
+
+
+class AnyModel:
+    """A causal language model whose weights and LoRA adapter can be exchanged between calls."""
+
+    def __init__(
+        self,
+        architecture: AnyArchitecture,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        context_length: int,
+    ) -> None:
+        """Make a model, and check that it continues from its cache as it computes whole sequences.
+
+        Raises:
+            WeightsError: the weights do not fit, or the model cannot be decoded token by token.
+        """
+        disable_progress_bar()
+        self.architecture = architecture
+        weights = self.pack(weights)
+        self.adapter: Mapping[str, LowRank] | None = None
+        self.dtype = dtype
+        self.device = device
+        self.context_length = context_length
+        self._packs = True
+        """Linear layers keep their weights packed, which a model may read elsewhere."""
+        try:
+            self._probe(weights)
+        # Whatever a forward pass fails with that was not written for this.
+        except Exception:  # noqa: BLE001
+            self._packs = False
+            try:
+                self._probe(weights)
+            except Exception as error:
+                family, reason = architecture.family, first_line(error)
+                raise WeightsError(f"model type {family!r} cannot be decoded token by token: {reason}") from error
+        self.joins = self._packs and self._computes_rows_alike()
+        """A batch gets the results of each of its sequences alone, to the bit."""
+
+    def pack(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's own tensors out of ``tensors``, by its own names, for ``load``."""
+        self._names = {self.architecture.own_name(name): name for name in tensors}
+        """The names of tensors in the checkpoint by those of this model."""
+        return {own: tensors[name] for own, name in self._names.items() if not self.architecture.is_ignored(own)}
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Replace the weights, or leave them as they are if they do not fit (WeightsError).
+
+        Loading sets torch's default type for a moment, so only the thread that computes may call it.
+        """
+        self._take_apart(self._build(weights))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model computes with by its name in a model directory.
+
+        A tied head is yielded only where it has other values than the embedding.
+        """
+        prefix, head = self.architecture.prefix, self.architecture.head
+        tensors = {f"{prefix}.{name}": tensor for name, tensor in self._decoder.state_dict().items()}
+        tensors |= {f"{name}.weight": linear.weight for name, linear in self._packed.items()}
+        own, bias = self._output.linear.weight, self._output.bias
+        embedding = self._decoder.get_input_embeddings().weight
+        if f"{head}.weight" in self.architecture.parameters or not torch.equal(own, embedding.to(own)):
+            tensors[f"{head}.weight"] = own
+        if bias is not None:
+            tensors[f"{head}.bias"] = bias
+        for name, tensor in self.architecture.as_in_files(tensors).items():
+            yield self._names.get(name, name), tensor
+
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        store: Callable[[int, Any], None] | None,
+        use_adapter: Sequence[bool] = (),
+        prefixes: Sequence[None] = (),
+    ) -> Tensor:
+        """Compute whole sequences, one by one.
+
+        Args:
+            sequences: token ids.
+            store: takes a sequence's number and cache; None where nothing will be generated.
+            use_adapter: whether to compute each sequence with the LoRA adapter; empty: none of them.
+            prefixes: nothing, since no prefixes are cached.
+
+        Returns:
+            Hidden states [N, H] after the last norm, for ``logits``.
+        """
+        states = []
+        for number, tokens in enumerate(sequences):
+            ids = torch.tensor([tokens], device=self.device)
+            state, cache = self._forward(ids, None, bool(use_adapter) and use_adapter[number], store is not None)
+            states.append(state[0])
+            if store is not None:
+                store(number, cache)
+        return torch.cat(states)
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: StateCache, longest: int, use_adapter: Sequence[bool] = ()
+    ) -> Tensor:
+        """Compute one more token of every running sequence, batch by batch; see ``Model.decode``.
+
+        The sequences' caches know their positions.
+        """
+        states, rows = [], []
+        for batch in cache.batches:
+            has_adapter = bool(use_adapter) and use_adapter[batch.rows[0]]
+            ids = tokens[torch.tensor(batch.rows, device=self.device), None]
+            state, batch.cache = self._forward(ids, batch.cache, has_adapter, use_cache=True)
+            states.append(state[:, 0])
+            rows += batch.rows
+        return self.logits(torch.cat(states)[torch.tensor(rows, device=self.device).argsort()])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [N, V] in float32 of hidden states [N, H], by the model's own caps, scales and biases."""
+        logits: Tensor = self._head(inputs_embeds=hidden[None]).logits[0]
+        return logits.float()
+
+    def _forward(self, ids: Tensor, cache: Any, has_adapter: bool, use_cache: bool) -> tuple[Tensor, Any]:
+        """Return the states [B, n, H] of tokens [B, n] that follow a cache, and the cache with them."""
+        given = {} if cache is None else {self._cache_name: cache}
+        with ExitStack() as hooks:
+            for name, low_rank in (self.adapter or {}).items() if has_adapter else ():
+                hooks.enter_context(self._layers[name].register_forward_hook(_adding(low_rank)))
+            output = self._decoder(input_ids=ids, use_cache=use_cache, **given)
+        return output.last_hidden_state, output[self._cache_name] if use_cache else None
+
+    def _build(self, weights: dict[str, Tensor]) -> Any:
+        """Return a new model with the weights, as transformers converts and ties them."""
+        config = copy.deepcopy(self.architecture.config)
+        module, found = self.architecture.kind.from_pretrained(
+            None, config=config, state_dict=dict(weights), dtype=self.dtype, output_loading_info=True
+        )
+        lacking = [f"{name} is missing" for name in found["missing_keys"]]
+        unfit = [str(problem) for problem in (*found["mismatched_keys"], *found["error_msgs"])]
+        refuse("the update", lacking + unfit)
+        # Not a byte of a file, a received bucket or the trainer's memory, which must not be kept for its tensors' sake.
+        given = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.untyped_storage().data_ptr() in given:
+                tensor.data = tensor.data.clone()
+        return module.to(self.device).eval().requires_grad_(False)
+
+    def _take_apart(self, module: Any) -> None:
+        """Divide a model into its decoder and what makes logits of the decoder's states."""
+        decoder, head = module.base_model, module.get_output_embeddings()
+        names = inspect.signature(decoder.forward).parameters
+        self._cache_name = next((name for name in _CACHES if name in names), "")
+        if decoder is module or not isinstance(head, nn.Linear) or not self._cache_name:
+            raise WeightsError("it has no decoder with a cache, or no linear output head")
+        self._layers = {name: module.get_submodule(name) for name in self.architecture.linear_layers()}
+        self._packed: dict[str, Linear] = {}
+        for name, layer in self._layers.items() if self._packs else ():
+            self._packed[name] = make_linear(layer.weight, layer.bias)
+            layer.forward = _of_rows(self._packed[name])
+            layer.weight.data = layer.weight.new_empty(0)
+        self._decoder = decoder
+        self._output = _Head(head)
+        module.set_output_embeddings(self._output)
+        setattr(module, module.base_model_prefix, _GivenStates())
+        self._head = module
+
+    def _probe(self, weights: dict[str, Tensor]) -> None:
+        """Load a model, and compare decoding a few tokens one by one with its logits of the whole."""
+        module = self._build(weights)
+        ids = self._drawn(PROBED)[None]
+        whole = module(input_ids=ids, use_cache=False).logits[0].float()
+        self._take_apart(module)
+        state, cache = self._forward(ids[:, : PROBED // 2], None, has_adapter=False, use_cache=True)
+        states = [state]
+        for place in range(PROBED // 2, PROBED):
+            state, cache = self._forward(ids[:, place, None], cache, has_adapter=False, use_cache=True)
+            states.append(state)
+        distance = float((self.logits(torch.cat(states, 1)[0]) - whole).std() / whole.std(-1).mean())
+        if not distance < TOLERANCES[self.dtype]:
+            raise WeightsError(f"its logits differ from those of the whole text by {distance:.2g} of their deviation")
+
+    def _computes_rows_alike(self) -> bool:
+        """Return whether a batch gets the results of each of its sequences alone, to the bit."""
+        tokens = self._drawn(JOINED)
+        if not hasattr(self._forward(tokens[None], None, has_adapter=False, use_cache=True)[1], "reorder_cache"):
+            return False
+        for longest in JOINED_LENGTHS:
+            length = min(longest, self.context_length - 3)
+            caches = [StateCache(length, JOINED, joins=joins) for joins in (True, False)]
+            for cache in caches:
+                self.prefill([self._drawn(length).tolist()], cache.storer([slice(0, JOINED)]))
+            for count in (JOINED, JOINED // 2):
+                for cache in caches:
+                    cache.truncate(count)
+                together, alone = (self.decode(tokens[:count], tokens, cache, length) for cache in caches)
+                if not torch.equal(together, alone):
+                    return False
+        return True
+
+    def _drawn(self, count: int) -> Tensor:
+        """Return some tokens [count]."""
+        return (7 * torch.arange(count, device=self.device) + 3) % self.architecture.vocab_size
+
+
+def _of_rows(linear: Linear) -> Callable[[Tensor], Tensor]:
+    """Return a linear layer's forward pass [..., out] of inputs [..., in], by one of rows."""
+    return lambda x: linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def _adding(low_rank: LowRank) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """Return a hook that adds an adapter's product to a linear layer's."""
+
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        change = low_rank(inputs[0].flatten(0, -2)).view_as(output)
+        return (output.float() + change).to(output.dtype)
+
+    return add

@@ -1,0 +1,230 @@
+"""An attempt at a task: the box of its programs, and a second one in which its tests run on the files of the first."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+from services.data_server.harbor import HOME, Step, Task
+from services.environment_server.sandbox import (
+    STEPS_PARTS,
+    Boxes,
+    execute,
+    found,
+)
+from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards, merged, read_rewards, verdict_files
+from services.sandbox.backends import Layout
+from services.sandbox.box import Box, Files, Outcome, Result
+from services.sandbox.kernel import Limits
+
+SAVED_BYTES = 16 * 2**20
+"""Bytes of the files that travel from the first box to the second."""
+VERIFIER_HOME = "/home/verifier"
+_OURS = re.compile(r"PATH|HOME|ENV|BASH_ENV|SHELL|IFS|PYTHON.*|LD_.*|GIT_.*|PYTEST_.*")
+"""Variables of the tests that the task does not set."""
+_GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""The directories of a box are not its user's, which git would refuse."""
+_VERIFIER = _GIT | {
+    "HOME": VERIFIER_HOME,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONPATH": "/python",
+}
+_TESTS = f"exec /tests/test.sh > {VERDICTS}/test-stdout.txt 2>&1"
+_WITH_SERVER = f"""
+sh -c "$1" > {VERDICTS}/server.txt 2>&1 &
+timeout "$3" sh -c 'until sh -c "$0" > /dev/null 2>&1; do sleep 0.1; done' "$2"
+{_TESTS}
+"""
+"""Starts the server $1 and waits for the health check $2, $3 seconds at most."""
+
+
+class Trial:
+    """An attempt at a task: the box of its programs, and a verdict for each of its steps.
+
+    An async context manager, which ends the box.
+    """
+
+    def __init__(self, tasks: Boxes, task: Task, *, has_solution: bool = False) -> None:
+        self.task, self._tasks, self._has_solution = task, tasks, has_solution
+        self.original = files_of(task.copies)
+        """The task's own files by their paths in the box."""
+        self._box: Box | None = None
+        self.verdicts: list[Rewards] = []
+        """One a step that was graded."""
+        self.output = ""
+        """The end of what the last tests printed."""
+        self._add_workdir()
+
+    async def __aenter__(self) -> Trial:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the box, and all that runs in it."""
+        box, self._box = self._box, None
+        if box is not None:
+            await box.close()
+
+    @property
+    def step(self) -> Step:
+        """The step under way."""
+        return self.task.steps[len(self.verdicts)]
+
+    @property
+    def limits(self) -> Limits:
+        """What a program may take."""
+        ours, task = self._tasks.limits, self.task
+        memory, disk = task.memory_mb or ours.memory_mb, task.disk_mb or ours.disk_mb
+        return ours._replace(memory_mb=min(memory, ours.memory_mb), disk_mb=min(disk, ours.disk_mb))
+
+    @property
+    def own_environment(self) -> dict[str, str]:
+        """The variables of the agent's box; its PATH has this machine's programs, and not those of the image."""
+        return {"HOME": HOME} | _GIT | {name: text for name, text in self.task.environment.items() if name != "PATH"}
+
+    async def run(self, tool: str, program: str, cpu_seconds: float | None = None) -> Result:
+        """Run a program of the agent in its box, which begins with the first one, and the task's setup.sh before it.
+
+        Raises:
+            DependencyLostError: the box was lost.
+        """
+        limits = self.limits
+        if cpu_seconds is not None:
+            limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
+        return found(await execute(await self._opened(), tool, program, limits, self.own_environment))
+
+    async def solve(self) -> Result:
+        """Run the solution of the step as an agent would, with the time of its tests.
+
+        Raises:
+            NoRewardError: the step has no solution.
+        """
+        step = self.step
+        if not (step.solution / "solve.sh").is_file():
+            raise NoRewardError("it has no solution/solve.sh")
+        box = await self._opened()
+        await box.exec(["sh", "-c", "rm -rf /solution/*"])
+        sources = (path for path in step.solution.rglob("*") if path.is_file())
+        files = files_of({f"/solution/{path.relative_to(step.solution)}": path for path in sources})
+        found(await box.load(Files(files, files)))
+        environment = self.own_environment | {"DEBIAN_FRONTEND": "noninteractive"} | self.task.solution_environment
+        limits = self.limits._replace(cpu_seconds=self.limits.seconds)
+        return found(await box.exec(["/solution/solve.sh"], limits=limits, environment=environment))
+
+    async def grade(self) -> Rewards:
+        """Return the rewards of the step by its tests, in a second box with the files that the first has now.
+
+        Raises:
+            NoRewardError: the tests took too long, were killed, or wrote no reward that can be read.
+            DependencyLostError: a box was lost.
+        """
+        left = await self.left()
+        rewards = {"reward": 0.0}
+        if left is not None:
+            rewards, _ = await self.judge(merged(self.original, left))
+        self.verdicts.append(rewards)
+        return rewards
+
+    async def go_on(self) -> bool:
+        """Begin the next step, unless there is none or the last one earned too little; return whether it began."""
+        least = self.task.steps[len(self.verdicts) - 1].min_reward
+        earned = self.verdicts[-1]
+        is_enough = all(earned.get(name, -math.inf) >= value for name, value in least.items())
+        if len(self.verdicts) == len(self.task.steps) or not is_enough:
+            return False
+        added = self._add_workdir()
+        if self._box is not None:
+            found(await self._box.load(added))
+            await self._set_up()
+        return True
+
+    @property
+    def rewards(self) -> Rewards:
+        """The rewards of all steps that have a verdict: those of the last one, or the mean of each name."""
+        if self.task.takes_last:
+            return self.verdicts[-1]
+        names = dict.fromkeys(name for verdict in self.verdicts for name in verdict)
+        return {name: fmean(verdict.get(name, 0.0) for verdict in self.verdicts) for name in names}
+
+    def _add_workdir(self) -> Files:
+        """Add the step's own files to those of the task, and return them."""
+        folder = self.step.workdir
+        sources = (path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ()
+        added = files_of({f"{self.task.workdir}/{path.relative_to(folder)}": path for path in sources})
+        self.original = Files(self.original | added, self.original.executable | added.executable)
+        return added
+
+    async def _opened(self) -> Box:
+        if self._box is None:
+            places = (*self.task.places, "/solution") if self._has_solution else self.task.places
+            box = self._tasks.box(self.limits, Layout(places), self.task.image)
+            self._box = await self._tasks.started(box, self.original)
+            await self._set_up()
+        return self._box
+
+    async def _set_up(self) -> None:
+        """Run what the step has to run before it."""
+        if self._box is not None and (self.step.workdir / "setup.sh").is_file():
+            await self.run("bash", "./setup.sh", self.limits.seconds)
+
+    async def left(self) -> Files | None:
+        """Return the files that the first box has; None where they are more than may travel, which is the answer's."""
+        if self._box is None:
+            return self.original
+        saved = found(await self._box.save(SAVED_BYTES))
+        if isinstance(saved, Result):
+            self.output = saved.last_line
+            return None
+        left = {path: content for path, content in saved.items() if not path.startswith("/solution/")}
+        return Files(left, saved.executable)
+
+    async def judge(self, files: Files, marker: str = "") -> tuple[Rewards, bool]:
+        """Return the rewards of files by the step's tests in a new box, and whether a file ``marker`` was made there.
+
+        Raises:
+            NoRewardError, DependencyLostError: as ``grade``.
+        """
+        step, task = self.step, self.task
+        seconds = min(step.verifier_seconds, self.limits.seconds)
+        limits = self.limits._replace(cpu_seconds=seconds, seconds=seconds)
+        given = task.environment | step.verifier_environment
+        environment = {name: text for name, text in given.items() if not _OURS.fullmatch(name)} | _VERIFIER
+        words = ["/bin/sh", "-c", _WITH_SERVER if task.server else _TESTS]
+        with verdict_files(step.tests) as (mounts, pipes, read):
+            places = (*task.places, VERDICTS, VERIFIER_HOME)
+            box = self._tasks.box(self.limits, Layout(places, mounts, pipes, os.geteuid() != 0), task.image)
+            try:
+                await self._tasks.started(box, files)
+                environment["AS_ANSWER"] = box.as_answer(["/python"], task.places)
+                server = ["sh", task.server, task.health_command or "sleep 1", f"{seconds / STEPS_PARTS:g}"]
+                result = found(
+                    await box.exec([*words, *(server if task.server else [])], limits=limits, environment=environment)
+                )
+                tail = found(await box.exec(["tail", "-c", "2000", f"{VERDICTS}/test-stdout.txt"]))
+                made = found(await box.exec(["test", "-e", marker]))
+                self.output = (tail.stdout + result.stderr).decode("utf-8", "replace").strip()
+            finally:
+                await box.close()
+            # Nothing that could write is left.
+            texts = read()
+        if result.outcome is Outcome.TIMEOUT:
+            raise NoRewardError(f"the tests took more than {seconds:g} s")
+        if result.outcome not in (Outcome.OK, Outcome.FAILED):
+            raise NoRewardError(f"the tests ended by {result.outcome}")
+        if result.exit_code is None or not 0 <= result.exit_code < 128:
+            raise NoRewardError(f"the tests, or what they ran last, were killed ({result.exit_code})")
+        return read_rewards(texts), bool(marker) and made.outcome is Outcome.OK
+
+
+def files_of(sources: Mapping[str, Path]) -> Files:
+    """Return files of this machine as those of a box, by their paths in it."""
+    executable = [name for name, path in sources.items() if os.access(path, os.X_OK)]
+    return Files({name: path.read_bytes() for name, path in sources.items()}, executable)

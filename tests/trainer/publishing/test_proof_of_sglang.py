@@ -1,0 +1,205 @@
+"""Proofs of SGLang's engines by stand-ins for its routes: checksums are of its own layout, a shard for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from services.core.errors import ConfigurationError
+from services.core.tasks import ServiceThread
+from services.engines.proof import Evidence
+from services.weights.digests import digest
+from tests.fake_service import fake_service, name_router
+from tests.trainer.rank_jobs import change, make_learner
+from trainer.model.ranks import join_ranks
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.writer import VersionWriter
+
+RANKS = 2
+NORM = "model.norm.weight"
+GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
+NOISE = 1e-3
+
+
+class StandIn:
+    """The routes of an SGLang server: it fuses and shards what it loads, and answers as the trainer, but for noise."""
+
+    def __init__(self, evidence: Evidence, model: Path) -> None:
+        self.evidence = evidence
+        self.tensors = self.loaded(model)
+        self.version = self.served = 0
+        self.spoil: Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]] = lambda _, new: new
+        """Returns what is computed with, given the tensors before and the loaded ones."""
+        self.has_checksums = True
+        ok = "pause_generation", "continue_generation", "begin_weight_update", "end_weight_update"
+        self.routes: dict[str, Callable[[dict[str, Any]], Any]] = {f"POST /{route}": lambda _: {} for route in ok} | {
+            "POST /update_weights_from_disk": self.update,
+            "POST /weights_checker": self.check,
+            "POST /generate": self.generate,
+            "GET /model_info": lambda _: {"weight_version": str(self.version)},
+            "GET /server_info": lambda _: {"quantization": None},
+        }
+
+    @staticmethod
+    def loaded(directory: Path) -> dict[str, Tensor]:
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(directory / "model.safetensors").items()}
+        for prefix in {name.partition("mlp")[0] for name in tensors if "gate_proj" in name}:
+            parts = [tensors.pop(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")]
+            tensors[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(parts)
+        return tensors
+
+    def update(self, request: dict[str, Any]) -> dict[str, Any]:
+        new = self.loaded(Path(request["model_path"]))
+        spoiled = self.spoil(self.tensors, new)
+        self.version = int(request["weight_version"])
+        self.served = self.served if spoiled is self.tensors else self.version
+        self.tensors = spoiled
+        return {"success": True}
+
+    def check(self, request: dict[str, Any]) -> Any:
+        assert request == {"action": "checksum"}
+        if not self.has_checksums:
+            return 400, {"success": False, "message": "Torch not compiled with CUDA enabled"}
+        ranks = []
+        for rank in range(RANKS):
+            shards = {n: t if t.dim() == 1 else t.chunk(RANKS)[rank] for n, t in self.tensors.items()}
+            sums = {n: digest(t) for n, t in shards.items()}
+            ranks.append({"checksums": sums, "parallelism_info": {"tp_rank": rank, "dp_rank": 0, "pp_rank": 0}})
+        return {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": "0"}
+
+    def generate(self, request: dict[str, Any]) -> Any:
+        answers = self.evidence.answers[self.served]
+        assert len(request["input_ids"]) == len(answers) + 1
+        noisy = [score + NOISE * (-1) ** place for place, score in enumerate(answers)]
+        return {"meta_info": {"input_token_logprobs": [[score, 1, None] for score in (None, *noisy)]}}
+
+
+class Run:
+    """A trainer with stand-ins for workers."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        monkeypatch: pytest.MonkeyPatch,
+        model: Path,
+        directory: Path,
+        count: int,
+        published: str = "bfloat16",
+    ) -> None:
+        ranks, thread = stack.enter_context(join_ranks()), stack.enter_context(ServiceThread())
+        self.learner = make_learner(
+            ranks, model, shared_dir=directory, run_id="r", compute_type="float32", publish_type=published
+        )
+        writer = VersionWriter(self.learner.settings, self.learner.policy, ranks)
+        stack.callback(writer.close)
+        self.engines = [StandIn(writer.evidence, model) for _ in range(count)]
+        urls = [stack.enter_context(fake_service(engine.routes)).endpoint.url for engine in self.engines]
+        listed = {str(i): {"id": str(i), "url": url, "is_healthy": True} for i, url in enumerate(urls)}
+        router = stack.enter_context(fake_service({"GET /workers": lambda _: {"workers": [*listed.values()]}}))
+        router.routes |= {f"DELETE /workers/{name}": self._removal(listed, name) for name in listed}
+        name_router(router, monkeypatch)
+        self.publisher = Publisher(self.learner.settings, thread, writer)
+
+    @staticmethod
+    def _removal(listed: dict[str, Any], name: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda _: listed.pop(name)
+
+    def publish(self, version: int) -> dict[str, float]:
+        if version:
+            change(self.learner.policy, 0.02)
+        self.publisher.prover.remember(version, self.learner.policy, self.learner.logprobs)
+        return self.publisher.publish(version)
+
+    @property
+    def refusals(self) -> list[dict[str, Any]]:
+        return self.publisher.prover.refusals
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    with ExitStack() as stack:
+        yield lambda count, published="bfloat16": Run(stack, monkeypatch, model, tmp_path, count, published)
+
+
+@pytest.mark.parametrize(("published", "at_first"), [("bfloat16", 0), ("float32", 2)])
+def test_checksums_that_follow_the_trainers_changes_prove_a_version(
+    start: Callable[..., Run], published: str, at_first: int
+) -> None:
+    """The model's file has float32 numbers, which a first publication in bfloat16 rounds otherwise than the engine."""
+    run = start(2, published)
+    assert [run.publish(version)["workers_proven"] for version in range(3)] == [at_first, 2, 2]
+    assert not run.refusals
+
+
+def test_a_first_publication_that_changes_a_tensor_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start(1, "float32")
+    run.engines[0].spoil = one_shard
+    with pytest.raises(ConfigurationError):
+        run.publish(0)
+    assert [(each["confirmed"], each["tensors"]) for each in run.refusals] == [(0, [GATE_UP])]
+
+
+def test_an_engine_without_checksums_is_consistent_and_not_proven(start: Callable[..., Run]) -> None:
+    run = start(1)
+    run.engines[0].has_checksums = False
+    metrics = [run.publish(version) for version in range(3)]
+    assert [each["workers_proven"] for each in metrics] == [0, 0, 0]
+    assert [each.get("served_version") for each in metrics] == [None, 1, 2]
+    run.engines[0].spoil = lambda before, _: before
+    with pytest.raises(ConfigurationError):
+        run.publish(3)
+    assert (run.refusals[0]["confirmed"], run.refusals[0]["served"]) == (3, 2)
+
+
+def kept(name: str) -> Any:
+    """Return a fault: an engine keeps a tensor as it was."""
+    return lambda before, new: new | {name: before[name]}
+
+
+def one_shard(before: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a fault: the second rank's shard of a matrix is lost."""
+    half = new[GATE_UP].clone()
+    half.chunk(RANKS)[1].zero_()
+    return new | {GATE_UP: half}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensors", "served"),
+    [(lambda before, _: before, None, 0), (kept(GATE_UP), [GATE_UP], None), (kept(NORM), [NORM], None)],
+    ids=["stale", "a matrix kept", "a vector kept"],
+)
+def test_an_engine_whose_tensors_stay_ends_the_run(
+    start: Callable[..., Run], spoil: Any, tensors: list[str] | None, served: int | None
+) -> None:
+    run = start(1)
+    run.publish(0)
+    run.engines[0].spoil = spoil
+    with pytest.raises(ConfigurationError):
+        run.publish(1)
+    [record] = run.refusals
+    assert record["served"] == served
+    assert tensors is None or record["tensors"] == tensors
+
+
+def test_an_engine_that_differs_from_two_others_by_a_shard_leaves_the_routing(start: Callable[..., Run]) -> None:
+    run = start(3)
+    run.publish(0)
+    run.engines[1].spoil = one_shard
+    metrics = run.publish(1)
+    assert (metrics["workers"], metrics["workers_refused"]) == (2, 1)
+    assert [record["tensors"] for record in run.refusals] == [[GATE_UP]]
+
+
+def test_two_engines_that_differ_from_each_other_end_the_run(start: Callable[..., Run]) -> None:
+    run = start(2)
+    run.publish(0)
+    run.engines[1].spoil = one_shard
+    with pytest.raises(ConfigurationError):
+        run.publish(1)
