@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.agents import Example, Program, ProgramFailedError, privilege_drop
+from services.agents import AgentFailedError, Example, Program, privilege_drop
 from services.http.client import problem_detail
 from services.http.server import ended_before_client_left, serving
 
@@ -26,20 +26,29 @@ _NO_CALL = (404, 405)
 """Statuses of requests that are no call of the model, such as for an account."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Target:
     base_url: str
     api_key: str
     client: httpx.AsyncClient
     sent: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
     """Requests without an answer yet."""
-    refusal: asyncio.Future[str] = field(default_factory=asyncio.Future)
-    """Why the first call failed that did."""
+    refusal: asyncio.Future[Exception] = field(default_factory=asyncio.Future)
+    """The error of the first call that failed."""
+    has_answers: bool = False
 
-    def fail(self, why: str) -> None:
+    def note(self, reply: httpx.Response) -> None:
+        """Keep whether a call was answered; the conversation of one that was not may have outgrown the context."""
+        if not reply.is_error:
+            self.has_answers |= reply.request.method == "POST"
+        elif reply.status_code not in _NO_CALL:
+            outgrew = self.has_answers and "context_length_exceeded" in reply.text
+            self.fail(problem_detail(reply), "limit" if outgrew else "exception")
+
+    def fail(self, why: str, reason: str = "exception") -> None:
         """Keep why a call failed, if it is the first one."""
         if not self.refusal.done():
-            self.refusal.set_result(why)
+            self.refusal.set_result(AgentFailedError(f"the program is ended, because its call failed: {why}", reason))
 
 
 class Relay:
@@ -82,8 +91,7 @@ class Relay:
             task = asyncio.current_task()
             if not target.refusal.done() or (task is not None and task.cancelling()):
                 raise
-            refusal = target.refusal.result()
-            raise ProgramFailedError(f"{self.program.command} is ended, because its call failed: {refusal}") from None
+            raise target.refusal.result() from None
         finally:
             del self._targets[key]
             for request in target.sent:
@@ -112,9 +120,9 @@ class Relay:
         except httpx.TransportError as error:
             target.fail(f"{type(error).__name__}: {error}")
             return Response(f"{type(error).__name__}: {error}", 502)
-        if reply.status_code >= 400 and reply.status_code not in _NO_CALL:
+        if reply.is_error:
             await reply.aread()
-            target.fail(problem_detail(reply))
+        target.note(reply)
         reply_headers = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
         return StreamingResponse(
             reply.aiter_bytes(), reply.status_code, reply_headers, background=BackgroundTask(reply.aclose)

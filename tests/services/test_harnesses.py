@@ -15,6 +15,7 @@ import pytest
 from evaluation.store import Sample
 from scripts.models import find_gguf
 from services import harnesses
+from services.agents import AgentFailedError
 from services.core.errors import ConfigurationError
 from services.harnesses import PREFIX, PRESETS, Harness, Preset, check_context, harness_of, program_of
 from services.relay import Relay
@@ -128,6 +129,16 @@ while True:
     assert (sample.is_over_limit, sample.turns) == (True, LIMITS.agent_max_turns)
     assert "AGENT_MAX_TURNS" in str(sample.result.reason), "and not by its time"
     wait_until(lambda: not is_running(int(pids.read_text())), "the harness has ended")
+
+
+async def test_a_conversation_that_outgrows_the_context_is_over_the_limit_and_a_task_that_does_has_no_reward(
+    ground: Ground, tmp_path: Path
+) -> None:
+    outgrows = "sys.argv[1] *= 30000; ask()"
+    sample = await play(ground, scripted(tmp_path, f"ask(); {outgrows}"), [])
+    assert (sample.is_over_limit, sample.turns) == (True, 1)
+    with pytest.raises(AgentFailedError, match=str(CONTEXT)):
+        await play(ground, scripted(tmp_path, outgrows), [])
 
 
 @pytest.mark.parametrize("code", ["sys.exit(1)", "ask(); sys.exit(1)"])
