@@ -169,6 +169,7 @@ class Plan:
         if self._needs:
             need, has = self._needs["need"], self._needs["has"]
             place, name = ("device", "GPU") if has["device"] else ("host", "trainer node")
+            yield "layout", self._needs["layout"]
             yield "memory", f"{decimal(sum(need[place].values()))} of each {name}; there is {decimal(has[place])}"
             parts = ", ".join(f"{part} {decimal(size)}" for part, size in need["volume"].items())
             yield "disk", f"{decimal(sum(need['volume'].values()))} ({parts}); there is {decimal(has['volume'])}"

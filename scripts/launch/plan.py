@@ -20,6 +20,7 @@ from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.capacity.seconds import StepSeconds
 from trainer.capacity.shape import find_model
+from trainer.capacity.work import describe_layout
 from trainer.config import Mode, TrainerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +125,11 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*_left_behind(_named_paths(loaded)), *filter(None, [_forecast(sizes.seconds, preset)])],
+        notes=[
+            *_left_behind(_named_paths(loaded)),
+            f"layout of micro-batches: {describe_layout(trainer, model.shape)}",
+            *filter(None, [_forecast(sizes.seconds, preset)]),
+        ],
     )
 
 

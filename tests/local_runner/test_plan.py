@@ -128,6 +128,7 @@ def test_a_plan_shows_what_will_be(terminal: Terminal, tiny_model: Path) -> None
     # The tests' own environment sets the types.
     changed = [setting for setting in shown["not by default"].split(", ") if "TYPE" not in setting]
     assert changed == ["BATCH_SIZE=8", "MAX_NEW_TOKENS=64", "PROMPT_STYLE=plain"]
+    assert shown["layout"] == "trees"
     assert re.fullmatch(r"[\d.]+ [MG]B of each trainer node; there is [\d.]+ GB", shown["memory"])
     sizes = r"[\d.]+ [kMG]B \(checkpoints .*, versions .*, model .*, recorded groups .*\); there is [\d.]+ [MG]B"
     assert re.fullmatch(sizes, shown["disk"])

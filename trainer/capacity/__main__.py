@@ -15,7 +15,7 @@ from services.core.endpoints import num_nodes
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from trainer.capacity.check import check, chosen_work, engine_beside, shape_of
 from trainer.capacity.need import needed
-from trainer.capacity.work import Machine, find_limits
+from trainer.capacity.work import Machine, describe_layout, find_limits
 from trainer.config import TrainerSettings
 from trainer.model.saving import DiskFullError
 from trainer.reporting.trackers import tracker_of
@@ -25,7 +25,7 @@ PROBE_SECONDS = 5.0
 
 
 def main() -> None:
-    """Print what a rank and a node need and have, the steps to record, the refusal or null, and notes.
+    """Print what a rank and a node need and have, steps to record, the layout, the refusal or null, and notes.
 
     Raises:
         ConfigurationError: the model cannot be loaded, a teacher's endpoint cannot teach it, or TRACKER cannot be used.
@@ -49,6 +49,7 @@ def main() -> None:
     except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
     facts = {"need": vars(needed(shape, work)), "has": vars(limits), "record_groups": work.record_groups}
+    facts |= {"layout": describe_layout(settings, shape)}
     print(json.dumps(facts | {"refusal": refusal, "notes": [*unreachable_teachers(settings)]}))
 
 

@@ -46,8 +46,8 @@ class ModelShape:
     """Norms of a layer's states; Gemma has one before and one after each part of a layer."""
     inner_states: int = 3
     """States of the MLP's width that a compiled layer keeps; with experts that have biases at most twice as many."""
-    needs_rows: bool = False
-    """True when the model cannot be computed over trees of tokens."""
+    obstacle: str = ""
+    """What keeps the model from being computed over trees of tokens; empty if nothing does."""
     recurrent_layers: int = 0
     mixer_bytes: int = 0
     """Bytes that autograd keeps of a token where a recurrent layer mixes tokens."""
@@ -82,13 +82,13 @@ class ModelShape:
         experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
         linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
         obstacle = obstacle_to_trees(config)
+        # Families from before Llama do not all say it, and have four times the hidden size.
+        width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         recurrent = [layer for layer in layers if is_recurrent(config) and not obstacle and mixes_by_states(layer)]
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-            if experts
-            else config.intermediate_size,
+            intermediate=experts * (getattr(config, "moe_intermediate_size", None) or width) if experts else width,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -104,7 +104,7 @@ class ModelShape:
             if any(getattr(p, "has_bias", False) for p in model.modules() if hasattr(p, "has_gate"))
             else 3,
             norms=max(2, *(sum(_is_norm(part, config.hidden_size) for part in layer.children()) for layer in layers)),
-            needs_rows=bool(obstacle),
+            obstacle=obstacle and f"{config.model_type} {obstacle}",
             recurrent_layers=len(recurrent),
             mixer_bytes=_mixer_bytes(recurrent[0], config.hidden_size) if recurrent else 0,
         )
@@ -209,7 +209,7 @@ def find_model(model: str) -> Model:
     try:
         config = dict(CONFIGS.values()).get(name) or AutoConfig.from_pretrained(name)
         text = config.to_dict()
-        return Model(name, ModelShape.of(config), text | text.get("text_config", {}))
+        return Model(name, ModelShape.of(config.get_text_config()), text | text.get("text_config", {}))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(
             f"--model {model}: its config.json cannot be used ({first_line(error)}); give a name on the hub, a "

@@ -113,10 +113,18 @@ USABLE = 0.94
 """Share of a GPU's memory that can be filled; the rest is lost between blocks."""
 
 
+def describe_layout(settings: TrainerSettings, shape: ModelShape) -> str:
+    """Return the layout of a run's micro-batches, and why it is not trees; docs/models.md explains them."""
+    obstacle = next((model.obstacle for model in (shape, *shape.teachers) if model.obstacle), "")
+    if settings.layout is Layout.ROWS:
+        return "rows (LAYOUT)"
+    return f"rows: {obstacle}" if obstacle and settings.layout is Layout.AUTO else "trees"
+
+
 def is_uncompiled(settings: TrainerSettings, shape: ModelShape) -> bool:
     """Return whether a model's layers or its teachers' are not compiled on GPUs: those of rows, and recurrent ones."""
     models = (shape, *shape.teachers)
-    needs_rows = settings.layout is Layout.AUTO and any(model.needs_rows for model in models)
+    needs_rows = settings.layout is Layout.AUTO and any(model.obstacle for model in models)
     return settings.layout is Layout.ROWS or needs_rows or any(model.recurrent_layers for model in models)
 
 

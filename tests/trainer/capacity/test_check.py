@@ -427,7 +427,7 @@ def test_a_run_measures_its_engines_when_they_sleep_for_the_first_time(
 
 
 def test_rows_are_counted_without_a_compiler() -> None:
-    shape, machine = replace(SHAPES["0.5B"], needs_rows=True), Machine(1, 1, 2, ROOM)
+    shape, machine = replace(SHAPES["0.5B"], obstacle="gpt2 is not known"), Machine(1, 1, 2, ROOM)
     assert check(settings(), shape, machine).is_uncompiled
     assert not chosen("0.5B", 1, 1).is_uncompiled
     rows, trees = (work_of(settings(layout=layout), shape, machine) for layout in ("rows", "tree"))
@@ -436,10 +436,14 @@ def test_rows_are_counted_without_a_compiler() -> None:
         check(settings(activation_checkpointing="selective"), shape, machine)
 
 
+def test_a_family_that_does_not_say_the_width_of_its_mlp_has_four_times_the_hidden_size() -> None:
+    assert ModelShape.of(AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2)).intermediate == 4 * 32
+
+
 @pytest.mark.parametrize(("family", "intermediate", "norms"), [("gpt_oss", 2 * 48, 2), ("gemma2", 48, 4)])
 def test_widths_of_experts_and_norms_of_a_layer_are_counted(family: str, intermediate: int, norms: int) -> None:
     shape = ModelShape.of(FAMILIES[family])
-    assert (shape.intermediate, shape.norms, shape.needs_rows) == (intermediate, norms, False)
+    assert (shape.intermediate, shape.norms, shape.obstacle) == (intermediate, norms, "")
     assert shape.inner_states == (6 if family == "gpt_oss" else 3)
 
 
