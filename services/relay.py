@@ -43,9 +43,10 @@ class _Target:
             self.has_answers |= reply.request.method == "POST"
         elif reply.status_code not in _NO_CALL:
             outgrew = self.has_answers and "context_length_exceeded" in reply.text
-            self.fail(problem_detail(reply), "limit" if outgrew else "exception")
+            fault = "server" if reply.is_server_error else "exception"
+            self.fail(problem_detail(reply), "limit" if outgrew else fault)
 
-    def fail(self, why: str, reason: str = "exception") -> None:
+    def fail(self, why: str, reason: str) -> None:
         """Keep why a call failed, if it is the first one."""
         if not self.refusal.done():
             self.refusal.set_result(AgentFailedError(f"the program is ended, because its call failed: {why}", reason))
@@ -118,7 +119,7 @@ class Relay:
         except asyncio.CancelledError:
             return Response("the episode has ended, or the program has left", 502)
         except httpx.TransportError as error:
-            target.fail(f"{type(error).__name__}: {error}")
+            target.fail(f"{type(error).__name__}: {error}", "server")
             return Response(f"{type(error).__name__}: {error}", 502)
         if reply.is_error:
             await reply.aread()
