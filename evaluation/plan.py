@@ -14,14 +14,16 @@ from typing import Any
 
 from evaluation.openai_engine import NEUTRAL
 from evaluation.settings import EvaluationSettings
-from services.agents import Agent, Program, load_agent
+from services.agents import Agent, load_agent
 from services.core import endpoints, machine
 from services.core.errors import ConfigurationError
+from services.core.models import context_length
 from services.core.settings import Settings
 from services.core.sources import MAIN, Source
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.gateway.settings import GatewaySettings
+from services.harnesses import check_context, harness_of, program_of
 from services.protocol.prompts import Prompt, Split
 from services.reward_server.settings import RewardSettings
 from services.weights.policy_store import PolicyStore, is_adapter
@@ -305,7 +307,13 @@ class Plan:
             )
         if self.servers.starts is Scheduler.SKYPILOT:
             return None
-        return Program(settings.agent_command) if settings.agent_command else load_agent("AGENT", settings.agent)
+        if not settings.agent_command:
+            return load_agent("AGENT", settings.agent)
+        harness, model = harness_of(settings.agent_command), self.checkpoint.model
+        if harness is not None and Path(model).is_dir():
+            context = GatewaySettings.load().engine_context_length or context_length(model, "MODEL_NAME")
+            check_context(harness, settings.max_new_tokens, context)
+        return program_of(settings.agent_command, settings.agent_max_turns, settings.max_new_tokens)
 
     def examples(self) -> dict[str, Examples]:
         """Load the prompts of each source, with the model's token ids where the servers take them.

@@ -33,6 +33,7 @@ from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
+from services.harnesses import check_context, check_installed, harness_of
 from services.reward_columns import JUDGES
 from services.reward_server.settings import RELATIVE, RewardSettings
 
@@ -386,14 +387,19 @@ def _check_judge(reward: RewardSettings, trainer: TrainerSettings) -> None:
     trainer.of_sources(check)
 
 
-def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None:
-    """Check that the longest answer of each source fits in the engines' context, as far as it is known."""
-    if not trainer.needs_engines:
-        return
+def context_of(trainer: TrainerSettings, engine_context: int | None) -> int | None:
+    """Return the most tokens that prompt and answer may have together; None where only the engines know it."""
     config = read_object(Path(trainer.model_name).expanduser() / "config.json")
     config |= config.get("text_config") or {}
     # Engines extend the context by a model's scaled rotations.
-    context = engine_context or (None if config.get("rope_scaling") else config.get("max_position_embeddings"))
+    return engine_context or (None if config.get("rope_scaling") else config.get("max_position_embeddings"))
+
+
+def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None:
+    """Check that the longest answer of each source, and a preset's first prompt, fit in the engines' context."""
+    if not trainer.needs_engines:
+        return
+    context = context_of(trainer, engine_context)
 
     def check(own: TrainerSettings, source: Source) -> None:
         if context is not None and own.max_new_tokens >= context:
@@ -401,6 +407,9 @@ def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None
                 f"MAX_NEW_TOKENS is {own.max_new_tokens}, but prompt and answer share a context of {context} tokens "
                 f"(MODEL_NAME={own.model_name}); lower it"
             )
+        harness = harness_of(own.agent_command)
+        if harness is not None and context is not None:
+            check_context(harness, own.max_new_tokens, context)
 
     trainer.of_sources(check)
 
@@ -463,7 +472,11 @@ def _missing_files(settings: Settings) -> Iterator[str]:
 
 
 def _check_program(command: str) -> None:
-    """Check that the program of AGENT_COMMAND can be found, if its first word is one; the shell may know others."""
+    """Check that the program of AGENT_COMMAND can be found: a preset's, or the first word if it is one."""
+    harness = harness_of(command)
+    if harness is not None:
+        check_installed(harness)
+        return
     word = command.split()[0]
     if re.fullmatch(r"[\w./+-]+", word) and word not in _SHELL_WORDS and shutil.which(word) is None:
         raise ConfigurationError(

@@ -22,6 +22,7 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.toolchain import missing_tools
 from services.engines.sglang import check_installed
+from services.harnesses import PRESETS, install_command
 from services.sandbox.backends import AUTOMATIC, Interpreter
 from services.sandbox.probe import attack
 
@@ -37,7 +38,7 @@ def main(
     """Show what this machine can do; `grpo run --dry-run` says whether a job group can run on it."""
     console = Console()
     table = Table("", "", "facts", title="this machine", title_justify="left")
-    for subject, state, facts in (*_of_machine(shared_dir.resolve()), *_of_sandboxes()):
+    for subject, state, facts in (*_of_machine(shared_dir.resolve()), *_of_sandboxes(), *_of_harnesses()):
         table.add_row(Text(subject), state, Text(facts))
     console.print(table)
 
@@ -86,3 +87,10 @@ def _of_sandboxes() -> Iterator[Row]:
             yield f"sandbox {backend}", BAD, ", ".join(problems)
             continue
         yield f"sandbox {backend}", GOOD, "every attack fails"
+
+
+def _of_harnesses() -> Iterator[Row]:
+    for name, harness in PRESETS.items():
+        is_there = harness.is_installed
+        facts = harness.version if is_there else f"not installed; run: {install_command(harness)}"
+        yield f"preset {name}", GOOD if is_there else NOTE, facts

@@ -16,12 +16,13 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.checks import Loaded, ask, by_class, settings_by_class
+from local_runner.checks import Loaded, ask, by_class, context_of, settings_by_class
 from local_runner.nodes import LocalRun, gpus_of, tiers_have_own_gpus
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
 from services.data_server.settings import HARBOR, DataSettings, generator_of, is_path
+from services.harnesses import harness_of
 from services.run_page.progress import counted
 
 READ_SECONDS = 600.0
@@ -161,7 +162,7 @@ class Plan:
         if trainer is not None:
             all_steps = trainer.total_steps(self._rows["train"]) if self.has_all_rows else trainer.max_steps
             steps = all_steps or "as the rows give"
-            answers = "" if trainer.sources else f" with {_answers(trainer)}"
+            answers = "" if trainer.sources else f" with {self._answers(trainer)}"
             yield "steps", f"{steps}, each of {trainer.batch_size} prompts{answers}"
             yield "a step trains", self._when_trained()
         yield "not by default", ", ".join(dict.fromkeys(self._changed())) or "nothing"
@@ -198,10 +199,22 @@ class Plan:
         )
         share = "only evaluated" if source.eval_only else f"ratio {source.ratio:g}"
         parts = [f"{source.name}, {share}: {data.dataset}{_found(self._rows_of(source.name))}"]
-        parts += [] if trainer is None else [f"{trainer.rollout.value}, {_answers(trainer)}"]
+        parts += [] if trainer is None else [f"{trainer.rollout.value}, {self._answers(trainer)}"]
         if reward is not None and (trainer is None or trainer.rollout.value != "environment"):
             parts.append(f"reward {reward.reward_fn}")
         return "; ".join(parts)
+
+    def _answers(self, trainer: Any) -> str:
+        """Return the number and length of a prompt's answers, and the length of a preset's first prompt."""
+        answers = f"{trainer.group_size} answers of at most {trainer.answer_tokens} tokens"
+        harness = harness_of(trainer.agent_command)
+        if harness is None:
+            return answers
+        context = context_of(trainer, getattr(self._settings.get("RolloutSettings"), "engine_context_length", None))
+        return (
+            f"{answers} by {harness.name} {harness.version}, whose first prompt has about {harness.first_prompt:,} "
+            f"tokens and the task; the context is {f'{context:,} tokens' if context else 'not known here'}"
+        )
 
     def _changed(self) -> Iterator[str]:
         """Yield the settings that differ from their defaults."""
@@ -235,7 +248,3 @@ def _found(rows: Mapping[str, Any]) -> str:
         return ": the first rows can be used" if rows else ", not read"
     left_out = f"; left out: {counted(Counter(rows['refused']))}" if rows["refused"] else ""
     return f": {rows['train']} rows to train on, {rows['held_out']} held out{left_out}"
-
-
-def _answers(trainer: Any) -> str:
-    return f"{trainer.group_size} answers of at most {trainer.answer_tokens} tokens"

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -236,7 +236,12 @@ class Program:
 
     command: str
 
-    async def __call__(self, example: Example, *, base_url: str, api_key: str, http_client: object) -> float | None:
+    ends_when_refused: ClassVar[bool] = False
+    """Whether the relay ends it at the first call that the gateway does not answer; a user's program may go on."""
+
+    async def __call__(
+        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+    ) -> float | None:
         """Let the program answer ``example``, and return its reward; ``example.result`` has its reason.
 
         It is a process group of its own. Cancelling this call ends it by SIGTERM and then SIGKILL, as does the end of
@@ -252,7 +257,7 @@ class Program:
         variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
         # Anthropic's clients append /v1 themselves.
         variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
-        status, answer, reward = await self._run(example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
+        status, answer, reward = await self._run(self.command, example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
             raise ProgramFailedError(f"the program {describe_exit(status)}{example.output}")
         if reward.strip():
@@ -262,8 +267,8 @@ class Program:
             _warn_of_reward_in_output()
         return await example.score(answer.strip())
 
-    async def _run(self, example: Example, variables: dict[str, str]) -> tuple[int, str, str]:
-        """Run the program to its end; return its exit code, and the ends of its standard output and of its rewards."""
+    async def _run(self, command: str, example: Example, variables: dict[str, str]) -> tuple[int, str, str]:
+        """Run a shell command to its end; return its exit code, and the ends of its output and of its rewards."""
         async with contextlib.AsyncExitStack() as stack:
             lifeline = stack.enter_context(_lifeline())
             (answer, out), (errors, err) = [await _open_output(stack, OUTPUT_BYTES) for _ in range(2)]
@@ -273,7 +278,7 @@ class Program:
                 task.seek(0)
                 process = await asyncio.create_subprocess_exec(
                     *privilege_drop(),
-                    *("/bin/sh", "-c", _GUARDED, "agent", self.command, str(lifeline), str(err.fileno())),
+                    *("/bin/sh", "-c", _GUARDED, "agent", command, str(lifeline), str(err.fileno())),
                     stdin=task,
                     stdout=out,
                     stderr=rewards,

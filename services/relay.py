@@ -16,20 +16,40 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.agents import Example, Program, privilege_drop
+from services.agents import AgentFailedError, Example, Program, privilege_drop
+from services.http.client import problem_detail
 from services.http.server import ended_before_client_left, serving
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
 """Headers that are not passed on; the client decodes and frames the content itself."""
+_NO_CALL = (404, 405)
+"""Statuses of requests that are no call of the model, such as for an account."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Target:
     base_url: str
     api_key: str
     client: httpx.AsyncClient
     sent: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
     """Requests without an answer yet."""
+    refusal: asyncio.Future[Exception] = field(default_factory=asyncio.Future)
+    """The error of the first call that failed."""
+    has_answers: bool = False
+
+    def note(self, reply: httpx.Response) -> None:
+        """Keep whether a call was answered; the conversation of one that was not may have outgrown the context."""
+        if not reply.is_error:
+            self.has_answers |= reply.request.method == "POST"
+        elif reply.status_code not in _NO_CALL:
+            outgrew = self.has_answers and "context_length_exceeded" in reply.text
+            fault = "server" if reply.is_server_error else "exception"
+            self.fail(problem_detail(reply), "limit" if outgrew else fault)
+
+    def fail(self, why: str, reason: str) -> None:
+        """Keep why a call failed, if it is the first one."""
+        if not self.refusal.done():
+            self.refusal.set_result(AgentFailedError(f"the program is ended, because its call failed: {why}", reason))
 
 
 class Relay:
@@ -62,7 +82,17 @@ class Relay:
         target = self._targets[key] = _Target(base_url.removesuffix("/v1"), api_key, http_client)
         try:
             own_url = f"{self._url}/{key}/v1"
-            return await self.program(example, base_url=own_url, api_key=key, http_client=http_client)
+            playing = asyncio.ensure_future(
+                self.program(example, base_url=own_url, api_key=key, http_client=http_client)
+            )
+            if self.program.ends_when_refused:
+                target.refusal.add_done_callback(lambda _: playing.cancel())
+            return await playing
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not target.refusal.done() or (task is not None and task.cancelling()):
+                raise
+            raise target.refusal.result() from None
         finally:
             del self._targets[key]
             for request in target.sent:
@@ -89,7 +119,11 @@ class Relay:
         except asyncio.CancelledError:
             return Response("the episode has ended, or the program has left", 502)
         except httpx.TransportError as error:
+            target.fail(f"{type(error).__name__}: {error}", "server")
             return Response(f"{type(error).__name__}: {error}", 502)
+        if reply.is_error:
+            await reply.aread()
+        target.note(reply)
         reply_headers = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
         return StreamingResponse(
             reply.aiter_bytes(), reply.status_code, reply_headers, background=BackgroundTask(reply.aclose)

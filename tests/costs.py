@@ -31,8 +31,9 @@ PROGRAMS = {
     "C compiler": "gcc",
     "node": "nodejs",
     "curl": "curl",
+    "harness": "npm && make harnesses",
 }
-"""The Debian package of each program, by the word that the reason of a skip has for it."""
+"""The Debian package of each program, by the word that the reason of a skip has for it. The last one is no package."""
 
 _MARGIN = 2.0
 """The same test costs up to twice as much where two processes share a core's units and caches."""
@@ -149,9 +150,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped or others:
         terminalreporter.section("skipped")
         counts = [f"{len(tests)} for lack of {program}" for program, tests in skipped.items()]
-        packages = f"; apt-get install {' '.join(PROGRAMS[program] for program in skipped)}" if skipped else ""
+        packages = (
+            f"; apt-get install {' '.join(PROGRAMS[program] for program in PROGRAMS if program in skipped)}"
+            if skipped
+            else ""
+        )
         rest = [f"{len(others)} for other reasons, which -rs shows"] if others else []
-        terminalreporter.write_line(", ".join(counts + rest) + packages)
+        terminalreporter.write_line(", ".join(counts + rest) + (f"; apt-get install {packages}" if packages else ""))
 
 
 def main() -> None:

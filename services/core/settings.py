@@ -361,7 +361,8 @@ class AgentProgram(Settings):
     """The agent as a shell command in any language (`ROLLOUT=program`, `grpo evaluate --agent-command`): the task is
     JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
     REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
-    GRPO_REWARD_FD."""
+    GRPO_REWARD_FD. Or a command-line agent that `make harnesses` installs, with the right configuration:
+    `preset:claude-code`, `preset:codex`, `preset:mini-swe-agent`, `preset:opencode`."""
 
 
 class EpisodeLimits(AgentColumns):

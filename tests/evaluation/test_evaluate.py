@@ -209,6 +209,8 @@ REFUSED = [
     (["--env", "ROLLOUT=environment", "--env", "DATASET=seeds"], "ROLLOUT"),
     (["--env", "ENVIRONMENT=shop:Shop", "--dataset", "no/such.jsonl"], "no/such.jsonl"),
     (["--agent", "json:loads", "--agent-command", "true"], "AGENT_COMMAND"),
+    (["--agent-command", "preset:nosuch"], "claude-code"),
+    (["--agent-command", "preset:opencode", "--env", "ENGINE_CONTEXT_LENGTH=1024"], "a context of 1024"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], "--url and --endpoint"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--agent", "evaluation.multiplying_agent:solve"], "--endpoint"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--api-key-env", "NO_KEY"], "--api-key-env NO_KEY"),

@@ -202,12 +202,15 @@ def test_what_is_there_passes(here, capfd):
 AGENT, ENVIRONMENT = (str(ROOT / f"jobgroups/{name}.yaml") for name in ("agent", "environment"))
 
 
-def test_agents_and_environments_are_looked_for(here, capfd):
+def test_agents_and_environments_are_looked_for(here, capfd, monkeypatch):
+    monkeypatch.setattr("services.harnesses.HARNESSES", here / "empty")
     for job_group, env, named in (
         (AGENT, ["ROLLOUT=agent", "AGENT=nowhere:solve"], "AGENT"),
         (AGENT, ["ROLLOUT=agent", "AGENT=my_methods:plain"], "AGENT"),
         (AGENT, ["ROLLOUT=agent", "AGENT=my_methods:solve"], None),
         (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=nosuchprogram -x"], "nosuchprogram"),
+        (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=preset:nosuch"], "codex"),
+        (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=preset:codex"], "make harnesses PRESETS=codex"),
         (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=cd . && A=1 nosuchprogram"], None),
         (ENVIRONMENT, ["ENVIRONMENT=nowhere:Game"], "ENVIRONMENT"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Empty"], "ENVIRONMENT"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from local_runner import doctor
+from services.harnesses import PRESETS
 from services.sandbox.kernel import landlock_version
 from tests.local_runner.in_process import call
 
@@ -31,6 +32,7 @@ def table(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 def test_it_shows_what_this_machine_can_do(table: Table) -> None:
     rows = table()
     assert {"system", "memory", "disk", "GPUs", "engine", "sandbox bwrap", "sandbox landlock"} <= set(rows)
+    assert {f"preset {name}" for name in PRESETS} <= set(rows)
     if landlock_version():
         assert rows["sandbox landlock"].startswith("yes: ")
 

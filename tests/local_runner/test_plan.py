@@ -18,6 +18,7 @@ import trainer.capacity.__main__  # noqa: F401  # before a test has to wait for 
 from services.core.errors import ConfigurationError
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
+from services.harnesses import PRESETS
 from tests.local_runner.in_process import call
 from tests.services.core.hub_stand_in import MODEL, Hub, serving
 from tests.waiting import LIMIT_SECONDS
@@ -272,6 +273,21 @@ def test_a_dry_run_refuses_what_a_run_would(here: Path, terminal: Terminal, tiny
     code, _, err = terminal.run("--dry-run", "--small", "--shared-dir=file/below")
     assert (code, "give another --shared-dir" in err) == (78, True)
     assert "MAX_NEW_TOKENS is 100000" in terminal.refusal(MODEL_NAME=tiny_model, MAX_NEW_TOKENS=100000)
+
+
+def test_the_first_prompt_of_a_preset_is_said_and_compared_with_the_context(
+    here: Path, terminal: Terminal, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.harnesses.HARNESSES", here)
+    codex = PRESETS["codex"]
+    (here / codex.record).parent.mkdir(parents=True)
+    (here / codex.record).write_text(json.dumps({"version": codex.version}))
+    own = {"ROLLOUT": "program", "AGENT": "", "AGENT_COMMAND": "preset:codex", "MODEL_NAME": tiny_model}
+    arguments = ("--dry-run", "--small", str(ROOT / "jobgroups/agent.yaml"))
+    code, out, err = terminal.run(*arguments, **own, MAX_NEW_TOKENS=64, ENGINE_CONTEXT_LENGTH=4096)
+    assert (code, f"codex {codex.version}" in out, "4,096 tokens" in out) == (0, True, True), err
+    code, _, err = terminal.run(*arguments, **own, MAX_NEW_TOKENS=64, ENGINE_CONTEXT_LENGTH=512)
+    assert (code, "does not fit into a context of 512" in err) == (78, True)
 
 
 MIX = """

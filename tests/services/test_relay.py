@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.agents import Example, Program, ProgramFailedError
+from services.agents import AgentFailedError, Example, Program, ProgramFailedError
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult
 from services.relay import Relay
@@ -140,3 +140,20 @@ async def test_the_query_of_a_request_reaches_the_server() -> None:
     code = 'say(messages); give(1.0, reason=json.load(post("/query?beta=true&of=a%26b")))'
     result = await play(model, code)
     assert result.reason == "beta=true&of=a%26b"
+
+
+async def test_a_preset_whose_call_a_server_fails_at_is_ended_and_the_server_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Program, "ends_when_refused", True)
+    asks_on = """
+import time
+while True:
+    try:
+        say(messages)
+    except urllib.error.HTTPError:
+        time.sleep(0.1)
+"""
+    with pytest.raises(AgentFailedError, match="no") as raised:
+        await play(Model({"content": "?"}, 503), asks_on)
+    assert raised.value.reason == "server"

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 from prometheus_client import Counter
 
-from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, Program, load_agent, programs_at_once
+from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, load_agent, programs_at_once
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
@@ -171,9 +171,11 @@ class Agents(Episodes):
         if settings.rollout is not Rollout.PROGRAM:
             return cls(settings, rewards, gateway_client(settings), load_agent("AGENT", settings.agent))
         # A collector that needs no web server is smaller by its modules.
+        from services.harnesses import program_of
         from services.relay import Relay
 
-        return cls(settings, rewards, gateway_client(settings), Relay(Program(settings.agent_command)))
+        program = program_of(settings.agent_command, settings.agent_max_turns, settings.max_new_tokens)
+        return cls(settings, rewards, gateway_client(settings), Relay(program))
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients, and start the relay of a program."""

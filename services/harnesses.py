@@ -1,0 +1,410 @@
+"""Command-line agents that others wrote, as presets: ``AGENT_COMMAND=preset:codex``.
+
+``python -m services.harnesses`` (``make harnesses``) installs the pinned versions in HARNESSES. Each episode has a home
+directory of its own, in which the harness finds its configuration, and an empty working directory in it. The harness
+gets the task's text, no input, and a short environment. What it says at its end is the answer, which REWARD_FN scores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import httpx
+
+from services.agents import AgentFailedError, Example, Program, ProgramFailedError
+from services.core.errors import ConfigurationError, exit_code_of
+from services.core.files import PROJECT
+from services.core.processes import describe_exit
+
+PREFIX = "preset:"
+HARNESSES = PROJECT / ".cache/harnesses"
+_KEPT = ("LANG", "LC_ALL", "PATH", "TZ")
+"""The trainer's variables that a harness gets. Any other could change what it does; a proxy would lead outside."""
+_PROMPT = (
+    "You solve the user's task with your tools, in the current directory. "
+    "When you are done, reply with your answer as plain text, without calling a tool."
+)
+_MINI_PROMPT = (
+    "You solve the user's task with the tool bash, in the current directory. "
+    "When you are done, call it with: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 'your answer'"
+)
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A command-line agent. In ``arguments``, ``files`` and ``variables``, ``Preset`` fills in what begins with $."""
+
+    name: str
+    packages: tuple[str, ...]
+    """As npm or pip installs them, with their versions; the first one is the harness itself."""
+    program: str
+    """Its executable, below HARNESSES."""
+    record: str
+    """A pattern, below HARNESSES, of a file or directory that names the installed version."""
+    first_prompt: int
+    """Tokens of the first prompt without the task, with tools, in SmolLM2's tokenizer and Qwen2.5's chat template."""
+    arguments: tuple[str, ...]
+    answer: Callable[[str, Path], str | None]
+    """Returns the answer, given the standard output and the home directory; None if the turn limit ended it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Contents by paths below the home directory."""
+
+    @property
+    def version(self) -> str:
+        """The pinned version."""
+        return self.packages[0].rpartition("=" if self.is_python else "@")[2]
+
+    @property
+    def is_python(self) -> bool:
+        """True if pip installs it, False if npm does."""
+        return "==" in self.packages[0]
+
+    @property
+    def is_installed(self) -> bool:
+        """True if the pinned version is in HARNESSES."""
+        return any(
+            path.is_dir() or json.loads(path.read_text())["version"] == self.version
+            for path in HARNESSES.glob(self.record)
+        )
+
+
+def _claude_answer(output: str, _home: Path) -> str | None:
+    result = json.loads(output)
+    return None if result["subtype"] == "error_max_turns" else str(result["result"])
+
+
+def _codex_answer(_output: str, home: Path) -> str:
+    return (home / "answer.txt").read_text()
+
+
+def _mini_answer(_output: str, home: Path) -> str | None:
+    info = json.loads((home / "trajectory.json").read_text())["info"]
+    return None if info["exit_status"] == "LimitsExceeded" else str(info["submission"])
+
+
+def _opencode_answer(output: str, _home: Path) -> str:
+    events = [json.loads(line) for line in output.splitlines() if line.startswith('{"type":"text"')]
+    return str(events[-1]["part"]["text"]) if events else ""
+
+
+def _as_template(configuration: Mapping[str, Any]) -> str:
+    """Return a configuration as JSON in which numbers are filled in."""
+    return re.sub(r'"(\$(?:turns|context|output))"', r"\1", json.dumps(configuration))
+
+
+_CODEX = """
+model = "policy"
+model_provider = "gateway"
+model_context_window = $context
+model_auto_compact_token_limit = 1000000000
+model_instructions_file = "$home/instructions.md"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+web_search = "disabled"
+check_for_update_on_startup = false
+project_doc_max_bytes = 0
+include_environment_context = false
+include_permissions_instructions = false
+[analytics]
+enabled = false
+[history]
+persistence = "none"
+[features]
+apps = false
+goals = false
+multi_agent = false
+plugins = false
+shell_snapshot = false
+view_image = false
+[skills]
+include_instructions = false
+bundled.enabled = false
+[tools]
+experimental_request_user_input = { enabled = false }
+[model_providers.gateway]
+name = "gateway"
+base_url = "$url"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+"""Without multi_agent and web_search codex offers functions only, which is what the gateway takes."""
+
+_MINI = {
+    "agent": {"system_template": _MINI_PROMPT, "instance_template": "{{task}}", "step_limit": "$turns"},
+    "model": {"model_kwargs": {"api_base": "$url", "drop_params": True}},
+}
+
+_OPENCODE = {
+    "model": "gateway/policy",
+    "small_model": "gateway/policy",
+    "autoupdate": False,
+    "share": "disabled",
+    "snapshot": False,
+    # A tool that is denied is not offered; the tool task would begin a second conversation.
+    "permission": {"*": "deny", "bash": "allow", "edit": "allow", "read": "allow", "external_directory": "allow"},
+    "enabled_providers": ["gateway"],
+    "compaction": {"auto": False, "prune": False},
+    "agent": {"title": {"disable": True}, "build": {"prompt": _PROMPT}},
+    "provider": {
+        "gateway": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "$url", "apiKey": "$key"},
+            "models": {"policy": {"limit": {"context": "$context", "output": "$output"}}},
+        }
+    },
+}
+
+_HARNESSES = (
+    Harness(
+        name="claude-code",
+        packages=("@anthropic-ai/claude-code@2.1.332",),
+        program="npm/node_modules/.bin/claude",
+        record="npm/node_modules/@anthropic-ai/claude-code/package.json",
+        first_prompt=1110,
+        arguments=(
+            *("--bare", "--print", "--output-format", "json", "--dangerously-skip-permissions", "--strict-mcp-config"),
+            *("--setting-sources", "user", "--tools", "Bash,Read,Edit", "--system-prompt", _PROMPT),
+            *("--max-turns", "$turns", "--", "$task"),
+        ),
+        answer=_claude_answer,
+        variables={
+            "ANTHROPIC_API_KEY": "$key",
+            "ANTHROPIC_BASE_URL": "$root",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "policy",
+            "ANTHROPIC_MODEL": "policy",
+            "CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING": "1",
+            "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$output",
+            "CLAUDE_CODE_MAX_RETRIES": "0",
+            "CLAUDE_CODE_TMPDIR": "$home",
+            "DISABLE_AUTOUPDATER": "1",
+            "DISABLE_COMPACT": "1",
+            "IS_SANDBOX": "1",
+            "MAX_THINKING_TOKENS": "0",
+        },
+    ),
+    Harness(
+        name="codex",
+        packages=("@openai/codex@0.171.0",),
+        program="npm/node_modules/.bin/codex",
+        record="npm/node_modules/@openai/codex/package.json",
+        first_prompt=770,
+        arguments=(
+            *("exec", "--ephemeral", "--strict-config", "--skip-git-repo-check", "--output-last-message"),
+            *("$home/answer.txt", "--dangerously-bypass-approvals-and-sandbox", "--", "$task"),
+        ),
+        answer=_codex_answer,
+        variables={"OPENAI_API_KEY": "$key"},
+        files={".codex/config.toml": _CODEX, "instructions.md": _PROMPT},
+    ),
+    Harness(
+        name="mini-swe-agent",
+        packages=("mini-swe-agent==2.4.6", "litellm==1.110.2"),
+        program="python/bin/mini",
+        record="python/lib/python*/site-packages/mini_swe_agent-2.4.6.dist-info",
+        first_prompt=190,
+        arguments=(
+            *("--yolo", "--exit-immediately", "--cost-limit", "0", "--model", "openai/policy"),
+            *("--config", "$home/mini.yaml", "--output", "$home/trajectory.json", "--task", "$task"),
+        ),
+        answer=_mini_answer,
+        variables={
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_SILENT_STARTUP": "1",
+            "OPENAI_API_KEY": "$key",
+        },
+        files={"mini.yaml": _as_template(_MINI)},
+    ),
+    Harness(
+        name="opencode",
+        packages=("opencode-ai@1.18.33",),
+        program="npm/node_modules/.bin/opencode",
+        record="npm/node_modules/opencode-ai/package.json",
+        first_prompt=2860,
+        arguments=("run", "--pure", "--format", "json", "--", "$task"),
+        answer=_opencode_answer,
+        variables={
+            "OPENCODE_CONFIG_CONTENT": _as_template(_OPENCODE),
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
+            # It would ask the registry for its plugins in each new home.
+            "npm_config_offline": "true",
+        },
+    ),
+)
+PRESETS = {harness.name: harness for harness in _HARNESSES}
+
+
+def harness_of(command: str) -> Harness | None:
+    """Return the harness of an AGENT_COMMAND; None if it is a shell command.
+
+    Raises:
+        ConfigurationError: there is no preset of this name.
+    """
+    if not command.startswith(PREFIX):
+        return None
+    harness = PRESETS.get(command.removeprefix(PREFIX).strip())
+    if harness is None:
+        raise ConfigurationError(f"AGENT_COMMAND is {command!r}; presets are {', '.join(PRESETS)}")
+    return harness
+
+
+def check_installed(harness: Harness) -> None:
+    """Check that a harness is installed.
+
+    Raises:
+        ConfigurationError: it is not, or in another version.
+    """
+    if not harness.is_installed:
+        raise ConfigurationError(
+            f"AGENT_COMMAND is {PREFIX}{harness.name}, but {harness.packages[0]} is not in {HARNESSES}; run: "
+            f"{install_command(harness)}"
+        )
+
+
+def install_command(harness: Harness) -> str:
+    """Return the command that installs a harness, from the project's directory."""
+    return f"make harnesses PRESETS={harness.name}"
+
+
+def check_context(harness: Harness, max_turn_tokens: int, context: int) -> None:
+    """Check that a harness's first prompt and a turn fit into the model's context.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if harness.first_prompt + max_turn_tokens >= context:
+        raise ConfigurationError(
+            f"AGENT_COMMAND is {PREFIX}{harness.name}, whose first prompt has about {harness.first_prompt} tokens "
+            f"without the task; with MAX_NEW_TOKENS={max_turn_tokens} it does not fit into a context of {context} "
+            "tokens; lower MAX_NEW_TOKENS, or take another model or preset"
+        )
+
+
+def program_of(command: str, max_turns: int, max_turn_tokens: int) -> Program:
+    """Return the program of an AGENT_COMMAND: a preset or a shell command.
+
+    Args:
+        command: AGENT_COMMAND.
+        max_turns: AGENT_MAX_TURNS.
+        max_turn_tokens: MAX_NEW_TOKENS.
+
+    Raises:
+        ConfigurationError: the preset does not exist, or its harness is not installed.
+    """
+    harness = harness_of(command)
+    if harness is None:
+        return Program(command)
+    check_installed(harness)
+    return Preset(command, harness, max_turns, max_turn_tokens)
+
+
+@dataclass(frozen=True)
+class Preset(Program):
+    """A harness as an agent."""
+
+    harness: Harness
+    max_turns: int
+    max_turn_tokens: int
+
+    ends_when_refused = True
+
+    async def __call__(
+        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+    ) -> float | None:
+        """Let the harness answer ``example``, and return the reward of its answer.
+
+        GRPO_REWARD_FD is not read, because commands that the model wrote could write to it.
+
+        Raises:
+            AgentFailedError: it ended at its turn limit.
+            ProgramFailedError: its exit code is not 0, or it left no answer.
+        """
+        reply = await http_client.get(f"{base_url}/models", headers={"authorization": f"Bearer {api_key}"})
+        reply.raise_for_status()
+        with tempfile.TemporaryDirectory(prefix="grpo-home-", ignore_cleanup_errors=True) as directory:
+            home = Path(directory)
+            values = {
+                "context": reply.json()["data"][0]["max_model_len"],
+                "home": home,
+                "key": api_key,
+                "output": self.max_turn_tokens,
+                "root": base_url.removesuffix("/v1"),
+                "task": example.prompt,
+                "turns": max(1, self.max_turns - 1),
+                "url": base_url,
+            }
+            command, variables = self._prepare(home, values)
+            status, output, _ = await self._run(command, example, variables)
+            try:
+                answer = self.harness.answer(output, home)
+            except (LookupError, OSError, TypeError, ValueError):
+                raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}") from None
+        if answer is None:
+            raise AgentFailedError(f"{self.command} ended after {values['turns']} turns (AGENT_MAX_TURNS)", "limit")
+        if status != 0:
+            raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}")
+        return await example.score(answer.strip())
+
+    def _prepare(self, home: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """Write the harness's files, and return its shell command and its environment."""
+
+        def filled(text: str) -> str:
+            return Template(text).substitute(values)
+
+        for name in ("tmp", "work"):
+            (home / name).mkdir()
+        for name, content in self.harness.files.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(filled(content))
+        words = [str(HARNESSES / self.harness.program), *map(filled, self.harness.arguments)]
+        variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        variables |= {name: filled(value) for name, value in self.harness.variables.items()}
+        command = f"cd {shlex.quote(str(home / 'work'))} && exec {shlex.join(words)} </dev/null 3>&-"
+        return command, variables | {"HOME": str(home), "TMPDIR": str(home / "tmp")}
+
+
+def install(names: Sequence[str]) -> None:
+    """Install the harnesses of some presets in HARNESSES.
+
+    Raises:
+        ConfigurationError: there is no preset of a name, no npm, or the installation failed.
+    """
+    chosen = [harness for name in names if (harness := harness_of(PREFIX + name)) is not None]
+    of_pip, of_npm = ([p for h in chosen if h.is_python is own for p in h.packages] for own in (True, False))
+    python = HARNESSES / "python"
+    commands: list[tuple[str | Path, ...]] = []
+    if of_npm:
+        if shutil.which("npm") is None:
+            raise ConfigurationError(f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer")
+        commands.append(("npm", "install", "--prefix", HARNESSES / "npm", "--no-audit", "--no-fund", *of_npm))
+    if of_pip:
+        commands.append((sys.executable, "-m", "venv", python))
+        commands.append((python / "bin/python", "-m", "pip", "install", "--quiet", *of_pip))
+    for command in commands:
+        if status := subprocess.run(command, check=False).returncode:
+            raise ConfigurationError(f"`{shlex.join(map(str, command))}` {describe_exit(status)}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: install(sys.argv[1:] or list(PRESETS))))
