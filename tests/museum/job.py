@@ -108,25 +108,21 @@ def _serve(stack: ExitStack, engines: int, *, plays: bool) -> None:
 
 
 def _router(engines: list[str]) -> FastAPI:
-    """Return a router in front of engines, which get the requests in turn; it stays healthy and forgets none."""
-    app, turns, http = (
-        FastAPI(),
-        itertools.cycle(engines),
-        httpx.AsyncClient(timeout=600, trust_env=False, limits=FRESH),
-    )
-    listed = [{"id": url, "url": url, "is_healthy": True, "metadata": {"engine": "embedded"}} for url in engines]
+    """Return a router in front of engines, which get the requests in turn; one that is taken out stays out."""
+    app, turns, left = FastAPI(), itertools.count(), list(engines)
+    http = httpx.AsyncClient(timeout=600, trust_env=False, limits=FRESH)
 
     @app.get("/workers")
     async def workers() -> dict[str, object]:
-        return {"workers": listed}
+        return {"workers": [{"id": u, "url": u, "is_healthy": True, "metadata": {"engine": "embedded"}} for u in left]}
 
-    @app.delete("/workers/{_:path}")
-    async def removed() -> None:
-        """Take no worker out."""
+    @app.delete("/workers/{worker:path}")
+    async def removed(worker: str) -> None:
+        left.remove(worker)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def passed_on(path: str, request: Request) -> Response:
-        url = f"{next(turns)}/{path}"
+        url = f"{left[next(turns) % len(left)]}/{path}"
         reply = await http.request(
             request.method, url, content=await request.body(), headers={"content-type": "application/json"}
         )
