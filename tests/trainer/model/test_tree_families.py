@@ -169,7 +169,8 @@ def test_bfloat16_rounds_no_more_than_the_plain_model(plain: PreTrainedModel) ->
         exact = alone(plain, TREES_OF_PROMPTS)
         plain.bfloat16()
         theirs, ours = alone(plain, TREES_OF_PROMPTS), over_trees(plain)(pack(TREES_OF_PROMPTS)).logprobs
-    assert 0 < (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
+    # Both are sums over few tokens, and of experts some are chosen otherwise; a wrong formula is off a hundred times.
+    assert 0 < (ours - exact).square().mean() < 4 * (theirs - exact).square().mean()
 
 
 def test_nothing_else_in_the_micro_batch_changes_a_path(plain: PreTrainedModel) -> None:
