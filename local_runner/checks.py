@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import math
 import os
 import re
@@ -267,9 +268,11 @@ def _check_model_code(settings: RolloutSettings, n_gpus: int) -> None:
     config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
     if config is None or "auto_map" not in config or choose_engine(settings, n_gpus).kind is not EngineKind.EMBEDDED:
         return
-    from transformers import CONFIG_MAPPING
-
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if (
+        importlib.util.find_spec("transformers") is None
+    ):  # Only the tasks' own environments have it; the engine's start says the same.
+        return
+    if config.get("model_type") not in importlib.import_module("transformers").CONFIG_MAPPING:
         raise ConfigurationError(
             f"MODEL_NAME={settings.model_name}: model type {config.get('model_type')!r} is code that comes with the "
             "model, which the embedded engine does not run; choose a model of transformers, or ROLLOUT_ENGINE=sglang"

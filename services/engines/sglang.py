@@ -112,8 +112,9 @@ def _flags(settings: RolloutSettings, address: Endpoint, place: EnginePlace) -> 
     flags += ["--weight-version", str(FIRST_VERSION), "--enable-metrics", API_KEY_FROM_TOKEN]
     flags += ["--tp-size", str(place.tensor_parallel)]
     flags += ["--max-queued-requests", str(MAX_QUEUED_REQUESTS)]
-    if settings.engine_dtype is not ComputeType.AUTO:
-        flags += ["--dtype", settings.engine_dtype.value]
+    # SGLang's own choice is float16 for some checkpoints, in which small changes of bfloat16 weights vanish.
+    has_own = settings.engine_dtype is not ComputeType.AUTO
+    flags += ["--dtype", (settings.engine_dtype if has_own else ComputeType.BFLOAT16).value]
     for flag, value in (
         ("--context-length", settings.engine_context_length),
         ("--max-running-requests", settings.engine_max_running_requests),

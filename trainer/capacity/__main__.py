@@ -49,8 +49,8 @@ def main() -> None:
     except (ConfigurationError, DiskFullError) as error:
         refusal = str(error)
     facts = {"need": vars(needed(shape, work)), "has": vars(limits), "record_groups": work.record_groups}
-    facts |= {"layout": describe_layout(settings, shape)}
-    print(json.dumps(facts | {"refusal": refusal, "notes": [*unreachable_teachers(settings)]}))
+    said = {"layout": describe_layout(settings, shape), "refusal": refusal, "notes": [*unreachable_teachers(settings)]}
+    print(json.dumps(facts | said))
 
 
 def unreachable_teachers(settings: TrainerSettings) -> Iterator[str]:

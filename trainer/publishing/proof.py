@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,8 +80,8 @@ class Prover:
         self._is_adapter = settings.lora_rank > 0
         self._store = PolicyStore(settings.policy_dir)
         self._counts: Counter[tuple[str, int]] = Counter()
-        self._read: set[Path] = set()
-        """Launchers' refusals that have been counted."""
+        self._read = {*settings.policy_dir.glob(f"v*/{REFUSED_FILES}")}
+        """Launchers' refusals that have been counted, by this process or one before it."""
         self._at: dict[str, Reference] = {}
         """The answers of each worker, by URL, at the last version that it certainly served."""
         self._noise: dict[str, float] = {}
@@ -108,7 +107,8 @@ class Prover:
         evidence = self._evidence
         if not evidence.token_ids:
             assert policy.description is not None, "rank 0 has it"
-            evidence.token_ids = policy.description.tokenizer.encode(TEXT)[:TOKENS]
+            context = getattr(policy.config, "max_position_embeddings", None) or TOKENS + 1
+            evidence.token_ids = policy.description.tokenizer.encode(TEXT)[: min(TOKENS, context - 1)]
         ids, zeros = evidence.token_ids, [0] * (len(evidence.token_ids) - 1)
         tokens = TokenSequence(
             completion_ids=ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.LENGTH
@@ -155,7 +155,10 @@ class Prover:
         if version == FIRST_VERSION and sums and (first := self._first.get(url)):
             pairs = [(before, sums.get(rank, {})) for rank, before in first.items()]
             changed = {name for before, after in pairs for name in before if before[name] != after.get(name)}
-            changed -= {*self._evidence.with_zeros, *map(fused, self._evidence.with_zeros)}
+            if zeros := self._evidence.with_zeros:
+                # Under a name of the engine's own, a tensor may be one of those.
+                digests = self._evidence.digests[version]
+                changed &= {*digests, *map(fused, digests)} - {*zeros, *map(fused, zeros)}
             if changed:
                 what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
                 raise UnprovenError(url, version, what, None, sorted(changed))
@@ -224,19 +227,25 @@ class Prover:
                 own = await answer(engine, evidence, by_adapter=self._is_adapter)
         except TimeoutError:
             return None
+        except WorkerRefusedError:
+            if url in self._proven:
+                return None
+            raise
         if url not in self._at:
             self._note(url, Reference(expected, own))
             if await engine.is_quantized():
                 return None  # Nothing says how far its type is off.
         at = Reference(expected, expected) if self._at[url].engine is own else self._at[url]
-        verdict = judge(own, version, evidence.answers, at, self._noise[url])
-        if engine.hashes_checkpoint and not self._is_adapter:
-            # Its weights are equal to the bit, so that another version's answers come of how either side computes.
+        verdict = judge(own, version, evidence.answers, at, max(self._noise[url], at.noise))
+        if url in self._proven and not self._is_adapter:
+            # Its weights are right, so that another version's answers come of how either side computes.
             if verdict.served != version:
                 log.warning("a worker has the right weights and other answers", url=url, **vars(verdict))
         else:
             verdict.check(url, version)
+        # Noise grows with what a model learns, and launchers judge by it, too.
         self._at[url] = Reference(expected, own)
+        evidence.noise = max(evidence.noise, self._at[url].noise)
         return verdict
 
     def _note(self, url: str, at: Reference) -> None:

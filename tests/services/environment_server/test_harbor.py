@@ -295,7 +295,12 @@ async def _reward(tasks: HarborTasks, program: str) -> float | None:
     """Return what a program of bash earns in the only task; None where it has no reward."""
     [task] = tasks.tasks.values()
     async with Trial(tasks, task) as trial:
-        assert (await trial.run("bash", program)).outcome in (Outcome.OK, Outcome.FAILED, Outcome.TIMEOUT)
+        assert (await trial.run("bash", program)).outcome in (
+            Outcome.OK,
+            Outcome.FAILED,
+            Outcome.TIMEOUT,
+            Outcome.OUTPUT,
+        )
         try:
             return (await trial.grade())["reward"]
         except NoRewardError:

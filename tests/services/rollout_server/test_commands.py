@@ -173,7 +173,8 @@ def test_cuda_graphs_cover_the_sequences_of_a_step_on_every_card(
 
 
 def test_what_is_not_set_is_left_to_sglang_and_extra_flags_win_split_as_a_shell_does() -> None:
-    left = {"--dtype", "--context-length", "--max-running-requests", "--max-total-tokens", "--enable-lora"}
+    left = {"--context-length", "--max-running-requests", "--max-total-tokens", "--enable-lora"}
+    assert value_of(sglang(), "--dtype") == "bfloat16"
     assert not set(sglang().arguments) & (left | {"--enable-deterministic-inference"})
     command = sglang(sglang_extra_flags="--tp-size 8 --chat-template 'a b.jinja'")
     assert value_of(command, "--tp-size") == "8"

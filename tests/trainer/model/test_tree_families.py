@@ -203,7 +203,8 @@ def test_cuda_computes_what_a_processor_does(plain: PreTrainedModel, monkeypatch
         if order is TreeMask:
             monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
             monkeypatch.setattr(sharding, "choose_kernel", lambda kernel: None)
-            policy.causal_lm().set_experts_implementation("grouped_mm")
+            if any(getattr(plain.config, name, None) for name in sharding.EXPERTS):
+                policy.causal_lm().set_experts_implementation("grouped_mm")
             torch._dynamo.reset()
             compile_layers(decoder_layers(policy.causal_lm().base_model), TrainerSettings())
         results.append(policy(pack(TREES_OF_PROMPTS, order)).logprobs)
