@@ -19,7 +19,7 @@ from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.capacity.seconds import StepSeconds
-from trainer.capacity.shape import find_model
+from trainer.capacity.shape import Model, find_model
 from trainer.capacity.work import describe_layout
 from trainer.config import Mode, TrainerSettings
 
@@ -125,12 +125,16 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[
-            *_left_behind(_named_paths(loaded)),
-            f"layout of micro-batches: {describe_layout(trainer, model.shape)}",
-            *filter(None, [_forecast(sizes.seconds, preset)]),
-        ],
+        notes=[*_left_behind(_named_paths(loaded)), *_notes(trainer, model, sizes.seconds, preset)],
     )
+
+
+def _notes(
+    settings: TrainerSettings, model: Model, seconds: StepSeconds | None, preset: Mapping[str, str]
+) -> Iterator[str]:
+    yield f"layout of micro-batches: {describe_layout(settings, model.shape)}"
+    if forecast := _forecast(seconds, preset):
+        yield forecast
 
 
 def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) -> bool:
