@@ -34,7 +34,6 @@ from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
-from services.harnesses import check_context, check_installed, harness_of
 from services.reward_columns import JUDGES
 from services.reward_server.settings import RELATIVE, RewardSettings
 
@@ -404,6 +403,8 @@ def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None
         return
     context = context_of(trainer, engine_context)
 
+    from services.harnesses import check_context, harness_of
+
     def check(own: TrainerSettings, source: Source) -> None:
         if context is not None and own.max_new_tokens >= context:
             raise ConfigurationError(
@@ -476,6 +477,8 @@ def _missing_files(settings: Settings) -> Iterator[str]:
 
 def _check_program(command: str) -> None:
     """Check that the program of AGENT_COMMAND can be found: a preset's, or the first word if it is one."""
+    from services.harnesses import check_installed, harness_of
+
     harness = harness_of(command)
     if harness is not None:
         check_installed(harness)

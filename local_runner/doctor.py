@@ -22,7 +22,6 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.toolchain import missing_tools
 from services.engines.sglang import check_installed
-from services.harnesses import PRESETS, install_command
 from services.sandbox.backends import AUTOMATIC, Interpreter
 from services.sandbox.probe import attack
 
@@ -90,6 +89,8 @@ def _of_sandboxes() -> Iterator[Row]:
 
 
 def _of_harnesses() -> Iterator[Row]:
+    from services.harnesses import PRESETS, install_command
+
     for name, harness in PRESETS.items():
         is_there = harness.is_installed
         facts = harness.version if is_there else f"not installed; run: {install_command(harness)}"

@@ -22,7 +22,6 @@ from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.core.sources import Source
 from services.data_server.settings import HARBOR, DataSettings, generator_of, is_path
-from services.harnesses import harness_of
 from services.run_page.progress import counted
 
 READ_SECONDS = 600.0
@@ -206,6 +205,8 @@ class Plan:
 
     def _answers(self, trainer: Any) -> str:
         """Return the number and length of a prompt's answers, and the length of a preset's first prompt."""
+        from services.harnesses import harness_of
+
         answers = f"{trainer.group_size} answers of at most {trainer.answer_tokens} tokens"
         harness = harness_of(trainer.agent_command)
         if harness is None:

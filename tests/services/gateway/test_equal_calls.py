@@ -215,6 +215,7 @@ async def test_a_program_that_leaves_the_relay_finds_its_answer_when_it_asks_aga
                 running.engine.may_answer.set()
                 return [text(await asked), text(await client.post(url, json=BODY))]
 
+        program.ends_when_refused = False  # type: ignore[attr-defined]
         transport = RetryingTransport(IDLE_SECONDS, Stopwatch())
         async with httpx.AsyncClient(transport=transport) as client, Relay(program) as relay:  # type: ignore[arg-type]
             url = f"{running.client.base_url}/sessions/s/v1"
