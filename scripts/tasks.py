@@ -26,7 +26,7 @@ from services.reward_server.settings import RewardSettings
 
 
 class Action(StrEnum):
-    """What is done with the tasks."""
+    """The commands on tasks."""
 
     CHECK = "check"
 

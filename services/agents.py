@@ -237,7 +237,7 @@ class Program:
     command: str
 
     ends_when_refused: ClassVar[bool] = False
-    """Whether the relay ends it at the first call that the gateway does not answer; a user's program may go on."""
+    """True if the relay ends it at the first call that the gateway does not answer; a user's program may continue."""
 
     async def __call__(
         self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient

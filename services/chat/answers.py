@@ -1,4 +1,4 @@
-"""What a completion says: the model's thought, its text, and the functions that it calls.
+"""Answers of a model, read from its completions: the thought, the text, and the functions that it calls.
 
 Each family of models writes an answer in a form of its own. A tokenizer with a ``response_template`` (transformers'
 description of such a form) is read by it; a chat template with a mark of FORMS by the one there, which covers harmony

@@ -174,7 +174,7 @@ class Task:
     """The directories that its programs may write to, the working directory first."""
     steps: tuple[Step, ...]
     takes_last: bool
-    """Whether the reward is that of the last step; otherwise the mean over steps."""
+    """True if the reward is that of the last step; otherwise it is the mean over the steps."""
     solution_environment: dict[str, str]
     memory_mb: int | None
     disk_mb: int | None
@@ -183,7 +183,7 @@ class Task:
     health_command: str
     category: str | None
     notes: tuple[str, ...]
-    """What the task has and a box leaves out, and keys that the format does not have."""
+    """The parts of the task that a box leaves out, and the keys that the format does not have."""
 
     @cached_property
     def digest(self) -> str:

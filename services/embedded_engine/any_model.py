@@ -30,9 +30,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from services.core.errors import first_line
 from services.core.linear import Head, Linear, make_linear
+from services.core.logs import get_logger
 from services.embedded_engine.adapters import LowRank
 from services.embedded_engine.kv_cache import Rows
 from services.embedded_engine.weights import WeightsError, refuse
+
+log = get_logger(__name__)
 
 _TOWER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 """Begins the names of a text model's tensors in a checkpoint that has other modalities, too."""
@@ -264,7 +267,8 @@ class AnyModel:
         try:
             self._probe(weights)
         # Whatever a forward pass fails with that was not written for this.
-        except Exception:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
+            log.info("linear layers stay unpacked, which is slower", reason=first_line(error))
             self._packs = False
             try:
                 self._probe(weights)

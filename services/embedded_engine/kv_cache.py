@@ -35,7 +35,7 @@ def round_up(length: int, step: int = STEP) -> int:
 
 
 class Rows(ABC):
-    """What is cached of the running sequences, in rows without holes, for at most ``max_tokens`` tokens in all."""
+    """The cache of the running sequences, in rows without holes, for at most ``max_tokens`` tokens in all."""
 
     prefix_tokens: int
     """The most tokens of ended sequences that are kept for those that continue them."""

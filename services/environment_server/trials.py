@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def limits(self) -> Limits:
-        """What a program may take."""
+        """The limits of a program in this box."""
         ours, task = self._tasks.limits, self.task
         memory, disk = task.memory_mb or ours.memory_mb, task.disk_mb or ours.disk_mb
         return ours._replace(memory_mb=min(memory, ours.memory_mb), disk_mb=min(disk, ours.disk_mb))

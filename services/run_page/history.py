@@ -1,4 +1,4 @@
-"""What rules know of a run: its rows of metrics.jsonl, step by step, and sums of facts over the newest of them."""
+"""The facts of a run that its rules read: rows of metrics.jsonl, step by step, and sums over the newest of them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from services.run_page.progress import OVER_LIMIT, counted
 WRONG, DOUBT, NOTE = "wrong", "doubt", "note"
 """The severities: the run computes something else than it should; it may; it does, and that is often intended."""
 CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
-"""How sure the cause is."""
+"""The degrees of certainty of a cause."""
 SAMPLES_PAGE = "Look at the completions and their rewards (Samples on the run page)"
 
 LOST_STEPS, LOST_SHARE, LEAST_BEST = 5, 0.05, 0.1
@@ -44,7 +44,7 @@ REMEDIES = {
 
 
 class Evidence(NamedTuple):
-    """What a rule found: a sentence without its full stop, the newest steps on which it rests, and where to look.
+    """A finding of a rule: a sentence without its full stop, the newest steps on which it rests, and where to look.
 
     ``fact`` names the fact whose examples are samples; ``severity`` and ``remedy`` replace the rule's.
     """

@@ -25,11 +25,11 @@ class Family(NamedTuple):
     calls: str = _NONE
     """The form of its calls of tools; see services/chat/answers.py."""
     ran: str = _STEPS
-    """What was seen to work."""
+    """The runs and comparisons that were seen to work."""
     has_adapters: bool = True
-    """Whether LoRA trains it: its layers are single linear layers."""
+    """True if LoRA trains it, because its layers are single linear layers."""
     is_in_sglang: bool = True
-    """Whether SGLang 0.5.23 has an implementation of its own; otherwise it serves it by transformers' layers."""
+    """True if SGLang 0.5.23 has an implementation of its own; otherwise it serves it by transformers' layers."""
     options: Mapping[str, Any] = {}
     """Fields of its configuration in which its models differ from transformers' defaults."""
 
