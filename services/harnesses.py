@@ -340,48 +340,62 @@ class Preset(Program):
             AgentFailedError: it ended at its turn limit.
             ProgramFailedError: its exit code is not 0, or it left no answer.
         """
-        reply = await http_client.get(f"{base_url}/models", headers={"authorization": f"Bearer {api_key}"})
-        reply.raise_for_status()
+        context = await context_at(http_client, base_url, api_key)
         with tempfile.TemporaryDirectory(prefix="grpo-home-", ignore_cleanup_errors=True) as directory:
             home = Path(directory)
-            values = {
-                "context": reply.json()["data"][0]["max_model_len"],
-                "home": home,
-                "key": api_key,
-                "output": self.max_turn_tokens,
-                "root": base_url.removesuffix("/v1"),
-                "task": example.prompt,
-                "turns": max(1, self.max_turns - 1),
-                "url": base_url,
-            }
-            command, variables = self._prepare(home, values)
+            words, variables, files = self.prepare(home, example.prompt, base_url, api_key, context)
+            for name in ("tmp", "work"):
+                (home / name).mkdir()
+            for name, content in files.items():
+                (home / name).parent.mkdir(parents=True, exist_ok=True)
+                (home / name).write_text(content)
+            command = f"cd {shlex.quote(str(home / 'work'))} && exec {shlex.join(words)} </dev/null 3>&-"
+            variables |= {"TMPDIR": str(home / "tmp")}
             status, output, _ = await self._run(command, example, variables)
             try:
                 answer = self.harness.answer(output, home)
             except (LookupError, OSError, TypeError, ValueError):
                 raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}") from None
         if answer is None:
-            raise AgentFailedError(f"{self.command} ended after {values['turns']} turns (AGENT_MAX_TURNS)", "limit")
+            raise AgentFailedError(f"{self.command} ended after {self._turns} turns (AGENT_MAX_TURNS)", "limit")
         if status != 0:
             raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}")
         return await example.score(answer.strip())
 
-    def _prepare(self, home: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-        """Write the harness's files, and return its shell command and its environment."""
+    @property
+    def _turns(self) -> int:
+        return max(1, self.max_turns - 1)
+
+    def prepare(
+        self, home: Path, task: str, base_url: str, api_key: str, context: int
+    ) -> tuple[list[str], dict[str, str], dict[str, str]]:
+        """Return the harness's words and environment, and the contents of its files by paths below ``home``."""
+        values = {
+            "context": context,
+            "home": home,
+            "key": api_key,
+            "output": self.max_turn_tokens,
+            "root": base_url.removesuffix("/v1"),
+            "task": task,
+            "turns": self._turns,
+            "url": base_url,
+        }
 
         def filled(text: str) -> str:
             return Template(text).substitute(values)
 
-        for name in ("tmp", "work"):
-            (home / name).mkdir()
-        for name, content in self.harness.files.items():
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
-            (home / name).write_text(filled(content))
         words = [str(HARNESSES / self.harness.program), *map(filled, self.harness.arguments)]
         variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
         variables |= {name: filled(value) for name, value in self.harness.variables.items()}
-        command = f"cd {shlex.quote(str(home / 'work'))} && exec {shlex.join(words)} </dev/null 3>&-"
-        return command, variables | {"HOME": str(home), "TMPDIR": str(home / "tmp")}
+        files = {name: filled(content) for name, content in self.harness.files.items()}
+        return words, variables | {"HOME": str(home)}, files
+
+
+async def context_at(http_client: httpx.AsyncClient, base_url: str, api_key: str) -> int:
+    """Return the context of the model at an endpoint, in tokens."""
+    reply = await http_client.get(f"{base_url}/models", headers={"authorization": f"Bearer {api_key}"})
+    reply.raise_for_status()
+    return int(reply.json()["data"][0]["max_model_len"])
 
 
 def install(names: Sequence[str]) -> None:
