@@ -21,7 +21,8 @@ from services.core.models import context_length
 from services.core.settings import Settings
 from services.core.sources import MAIN, Source
 from services.data_server.dataset import load as load_dataset
-from services.data_server.settings import DataSettings
+from services.data_server.settings import HARBOR, DataSettings, generator_of
+from services.environment_server.settings import EnvironmentSettings
 from services.gateway.settings import GatewaySettings
 from services.harnesses import check_context, harness_of, program_of
 from services.protocol.prompts import Prompt, Split
@@ -272,7 +273,10 @@ class Plan:
         if model and run_dir:
             raise ConfigurationError(f"a run, {run_dir}, and --model {model} are both given; leave one out")
         self.checkpoint = self._checkpoint(model or (None if run_dir else settings.model_name), run_dir)
-        self.agents = {name: self._agent_of(own) for name, own in self.sources.items()}
+        data = DataSettings.load().by_source()
+        self.tasks = {name for name in self.sources if generator_of(data[name].dataset) == HARBOR}
+        """The sources of tasks, which AGENT_COMMAND or the model's own programs play in boxes of this machine."""
+        self.agents = {name: self._agent_of(own, is_task=name in self.tasks) for name, own in self.sources.items()}
         self.output = (output or settings.eval_output / self._name).resolve()
 
     def _checkpoint(self, model: str | None, run_dir: Path | None) -> Checkpoint:
@@ -289,16 +293,30 @@ class Plan:
     @property
     def _name(self) -> str:
         """The name of the results' directory, for those who give none."""
-        words = [self.checkpoint.long_name, Path(self.dataset).stem, self.settings.eval_split]
+        words = [self.checkpoint.long_name, file_name(Path(self.dataset).stem), self.settings.eval_split]
         return "-".join([*words, *(["agent"] if self.settings.has_agent else [])])
 
-    def _agent_of(self, settings: EvaluationSettings) -> Agent | None:
+    @property
+    def needs_gateway(self) -> bool:
+        """Whether prompts are answered by episodes."""
+        return any(self.agents.values()) or bool(self.tasks)
+
+    def _agent_of(self, settings: EvaluationSettings, *, is_task: bool) -> Agent | None:
         """Return the agent of a source; None without one, and where the whole evaluation runs elsewhere.
 
         Raises:
             ConfigurationError: the agent does not exist, or the servers cannot stand behind a gateway.
         """
-        if not settings.has_agent:
+        if is_task and settings.agent:
+            raise ConfigurationError(
+                f"AGENT {settings.agent!r} is a function, and tasks of harbor:DIR are played by AGENT_COMMAND in their "
+                "boxes, or by the model's own programs: leave --agent out by --agent="
+            )
+        if is_task and self.servers.starts is Scheduler.SKYPILOT:
+            raise ConfigurationError(
+                "tasks of harbor:DIR need boxes on the machine that evaluates: leave --scheduler skypilot out"
+            )
+        if not settings.has_agent and not is_task:
             return None
         if self.servers.is_foreign:
             raise ConfigurationError(
@@ -308,7 +326,7 @@ class Plan:
         if self.servers.starts is Scheduler.SKYPILOT:
             return None
         if not settings.agent_command:
-            return load_agent("AGENT", settings.agent)
+            return load_agent("AGENT", settings.agent) if settings.agent else None
         harness, model = harness_of(settings.agent_command), self.checkpoint.model
         if harness is not None and Path(model).is_dir():
             context = GatewaySettings.load().engine_context_length or context_length(model, "MODEL_NAME")
@@ -356,6 +374,8 @@ class Plan:
         own = settings.model_dump(mode="json", exclude=_NOT_IN_SAMPLES)
         if settings.has_agent:
             own["forced_tool_calls"] = GatewaySettings.load().forced_tool_calls
+        if generator_of(examples.recipe["dataset"]) == HARBOR:
+            own["environment_max_steps"] = EnvironmentSettings.load().environment_max_steps
         if self.servers.is_foreign:
             own |= {"api": "chat" if self.servers.endpoint else "completions", "neutral": NEUTRAL}
         # A reward-server elsewhere has its own reward functions.
@@ -377,9 +397,14 @@ def _asked(
     # Without SOURCES the variables of a run on an environment may name questions or an agent instead.
     is_run = bool(variables.get("ENVIRONMENT")) or variables.get("ROLLOUT") == "environment"
     is_run &= variables.get("DATASET", "seeds") == "seeds" and not settings.has_agent
-    played = settings.of_sources(
-        lambda _, source: is_run if source is MAIN else source.settings.get("rollout", rollout) == "environment"
-    )
+    data = DataSettings.load().by_source()
+
+    def is_played(_: EvaluationSettings, source: Source) -> bool:
+        if generator_of(data[source.name].dataset) == HARBOR:
+            return False
+        return is_run if source is MAIN else source.settings.get("rollout", rollout) == "environment"
+
+    played = settings.of_sources(is_played)
     asked = {name: own for name, own in settings.by_source().items() if not played[name]}
     if not asked:
         raise ConfigurationError(

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -25,6 +25,8 @@ from evaluation.store import open_store
 from local_runner import skypilot
 from services.agents import EPISODES_AT_ONCE, Program, programs_at_once
 from services.clients.agent_episodes import EpisodePlayer
+from services.clients.environment import EnvironmentClient
+from services.clients.games import BoxedProgram, ToolAgent
 from services.clients.gateway import GatewayClient
 from services.clients.play import Score
 from services.clients.reward import RewardClient
@@ -257,17 +259,25 @@ async def _workflow(
 ) -> AsyncIterator[Workflow]:
     """Yield the way to answer a source's prompts."""
     settings, agent = plan.sources[source], plan.agents[source]
-    if agent is None:
+    if agent is None and source not in plan.tasks:
         yield SingleTurn(settings, engine, scorer, at_once=1 if isinstance(engine, OpenAIEngine) else AT_ONCE)
         return
     assert servers.gateway is not None
     assert isinstance(engine, RolloutClient)
     at_once = programs_at_once() if isinstance(agent, Program) else EPISODES_AT_ONCE
     places = asyncio.Semaphore(min(at_once, settings.eval_concurrency * (plan.servers.num_servers or 1)))
-    async with (
-        GatewayClient(servers.gateway, settings.token) as gateway,
-        Relay(agent) if isinstance(agent, Program) else nullcontext(agent) as answering,
-    ):
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(GatewayClient(servers.gateway, settings.token))
         await run_until_first_ends(gateway.wait_healthy(LOST_SECONDS), servers.watch())
+        if source in plan.tasks:
+            assert servers.environments is not None
+            environments = EnvironmentClient([servers.environments], settings.token, deadline=LOST_SECONDS)
+            await stack.enter_async_context(environments)
+            await run_until_first_ends(environments.wait_healthy(LOST_SECONDS), servers.watch())
+            command, limits = settings.agent_command, (settings, settings.max_new_tokens, environments)
+            agent = BoxedProgram(command, *limits, patience=gateway.deadline) if command else ToolAgent(environments)
+        elif isinstance(agent, Program):
+            agent = await stack.enter_async_context(Relay(agent))
+        assert agent is not None
         player = EpisodePlayer(gateway, plan.checkpoint.model, scorer, settings, patience=gateway.deadline)
-        yield AgentWorkflow(settings, player, answering, places, engine.lora_path)
+        yield AgentWorkflow(settings, player, agent, places, engine.lora_path)

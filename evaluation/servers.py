@@ -90,6 +90,8 @@ class Servers:
     reward: Endpoint
     gateway: Endpoint | None
     """For agents; None without."""
+    environments: Endpoint | None
+    """For tasks; None without."""
     start_seconds: float
     """The wait for the first answer."""
     watch: Watch
@@ -135,7 +137,7 @@ async def servers_for(plan: Plan, say: Say) -> AsyncIterator[Servers]:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-"))
         tasks = _others(plan, engine, scratch)
         authority = engine.url.removeprefix("http://")
-        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": authority} if any(plan.agents.values()) else {}
+        router = {f"{Task.ROLLOUT_SERVER}-0:{endpoints.ROUTER_PORT}": authority} if plan.needs_gateway else {}
         found = (await start(tasks, router)).endpoints if tasks else {}
 
         def address(task: Task) -> Endpoint | None:
@@ -145,7 +147,8 @@ async def servers_for(plan: Plan, say: Say) -> AsyncIterator[Servers]:
         reward_url = plan.servers.reward_url
         reward = parse_url(reward_url) if reward_url else address(Task.REWARD_SERVER)
         reward = reward or endpoints.endpoint(Task.REWARD_SERVER)
-        yield Servers(engine, reward, address(Task.GATEWAY), start_seconds, watch_all)
+        environments = address(Task.ENVIRONMENT_SERVER)
+        yield Servers(engine, reward, address(Task.GATEWAY), environments, start_seconds, watch_all)
 
 
 async def _until_exists(path: Path) -> None:
@@ -204,13 +207,16 @@ def _others(plan: Plan, engine: Endpoint, scratch: str) -> list[TaskSpec]:
     tasks = []
     if not plan.servers.reward_url and not (plan.servers.starts is None and in_job_group()):
         tasks.append(_task(plan, Task.REWARD_SERVER, "exec python -m services.reward_server"))
-    if any(plan.agents.values()):
+    if plan.needs_gateway:
         if not engine.url.startswith("http://") or urlsplit(engine.url).path:
             raise ConfigurationError(
                 f"--url {engine.url}: for an agent give the router's own address, http://host:port"
             )
         variables = {"MODEL_NAME": plan.checkpoint.model, "GATEWAY_DIR": scratch}
         tasks.append(_task(plan, Task.GATEWAY, "exec python -m services.gateway", **variables))
+    if plan.tasks:
+        command = "exec python -m services.environment_server"
+        tasks.append(_task(plan, Task.ENVIRONMENT_SERVER, command, ENVIRONMENT="sandbox", ROLLOUT="environment"))
     return tasks
 
 

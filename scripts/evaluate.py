@@ -29,7 +29,7 @@ Text = str | None
 Texts = list[str] | None
 Number = int | None
 RUN = "Id or directory of a run: its last model is evaluated. Default, without a model or a server: the newest run."
-DATASET = "gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file."
+DATASET = "gsm8k, arithmetic, reasoning_gym:NAME, harbor:DIR, a Hugging Face dataset, a .jsonl or .parquet file."
 COMMAND = "The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL."
 
 

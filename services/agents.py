@@ -99,6 +99,10 @@ class Example(Prompt):
         visible = {name: row[name] for name in columns if name in row}
         return cls(**dict(prompt) | {"row": visible}, **others)
 
+    def for_program(self) -> str:
+        """Return the JSON that a program reads."""
+        return self.model_dump_json(exclude={"result", "output", "prompt_ids"})
+
     async def score(self, response: str) -> float | None:
         """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
         with self.waits.running():
@@ -253,10 +257,8 @@ class Program:
         """
         # Without our secrets, and without keys that would win over the session's.
         variables = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-        variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        variables |= endpoint_variables(base_url, api_key)
         variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
-        # Anthropic's clients append /v1 themselves.
-        variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
         status, answer, reward = await self._run(self.command, example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
             raise ProgramFailedError(f"the program {describe_exit(status)}{example.output}")
@@ -274,7 +276,7 @@ class Program:
             (answer, out), (errors, err) = [await _open_output(stack, OUTPUT_BYTES) for _ in range(2)]
             reward, rewards = await _open_output(stack, REWARD_BYTES)
             with tempfile.TemporaryFile() as task, out, err, rewards:
-                task.write(example.model_dump_json(exclude={"result", "output", "prompt_ids"}).encode())
+                task.write(example.for_program().encode())
                 task.seek(0)
                 process = await asyncio.create_subprocess_exec(
                     *privilege_drop(),
@@ -297,6 +299,13 @@ class Program:
                 example.output = _ending(f"{answer.text.rstrip()}\n{errors.text}")
         assert process.returncode is not None
         return process.returncode, answer.text, reward.text
+
+
+def endpoint_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Return the variables in which a program finds its endpoint."""
+    # Anthropic's clients append /v1 themselves.
+    others = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
+    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, **others}
 
 
 def programs_at_once() -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Self
+from functools import partial
+from typing import Self, TypeVar
 
 import httpx
 from fastapi import FastAPI, Request
@@ -24,6 +26,8 @@ _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-lengt
 """Headers that are not passed on; the client decodes and frames the content itself."""
 _NO_CALL = (404, 405)
 """Statuses of requests that are no call of the model, such as for an account."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,20 +59,25 @@ class _Target:
 class Relay:
     """A server whose paths begin with an episode's own key, so that a program sees no token of the servers'.
 
-    An agent, and an async context manager: the server runs within the context.
+    An agent, and an async context manager: the server runs within the context. With ``socket`` it has a UNIX socket of
+    that path in place of a port, and ``url`` is where the programs of a box find it.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program | None = None, *, socket: str | None = None, url: str = "") -> None:
         self.program = program
+        self.has_answered = False
+        """True once a call of the model was answered."""
         self._targets: dict[str, _Target] = {}
-        self._url = ""
+        self._socket, self._url = socket, url
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        privilege_drop()  # The start, not the first episode, logs where there is none.
+        if self.program is not None:
+            privilege_drop()  # The start, not the first episode, logs where there is none.
         app = FastAPI(openapi_url=None)
-        app.add_api_route("/{key}/{path:path}", self._pass_on, methods=["GET", "POST"], response_model=None)
-        self._url = await self._stack.enter_async_context(serving(app))
+        app.add_api_route("/{key}/v1/{path:path}", self._pass_on, methods=["GET", "POST"], response_model=None)
+        served = await self._stack.enter_async_context(serving(app, self._socket))
+        self._url = self._url or served
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -78,14 +87,33 @@ class Relay:
         self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
     ) -> float | None:
         """Let the program answer ``example``, as an agent; raises as the program does."""
+        assert self.program is not None
+        work = partial(self.program, example, http_client=http_client)
+        return await self.serve(
+            lambda url, key: work(base_url=url, api_key=key),
+            *(base_url, api_key, http_client),
+            ends_when_refused=self.program.ends_when_refused,
+        )
+
+    async def serve(
+        self,
+        work: Callable[[str, str], Awaitable[T]],
+        base_url: str,
+        api_key: str,
+        http_client: httpx.AsyncClient,
+        *,
+        ends_when_refused: bool,
+    ) -> T:
+        """Return the result of work that gets a URL and a key, by which its program reaches ``base_url``.
+
+        Raises:
+            AgentFailedError: a call was refused, and ``ends_when_refused``.
+        """
         key = secrets.token_hex(16)
-        target = self._targets[key] = _Target(base_url.removesuffix("/v1"), api_key, http_client)
+        target = self._targets[key] = _Target(base_url, api_key, http_client)
         try:
-            own_url = f"{self._url}/{key}/v1"
-            playing = asyncio.ensure_future(
-                self.program(example, base_url=own_url, api_key=key, http_client=http_client)
-            )
-            if self.program.ends_when_refused:
+            playing = asyncio.ensure_future(work(f"{self._url}/{key}/v1", key))
+            if ends_when_refused:
                 target.refusal.add_done_callback(lambda _: playing.cancel())
             return await playing
         except asyncio.CancelledError:
@@ -101,7 +129,8 @@ class Relay:
     async def _pass_on(self, key: str, path: str, request: Request) -> Response:
         """Send a request on, and return the reply as it comes; 404 for an unknown key, 502 if no reply comes."""
         target = self._targets.get(key)
-        if target is None:
+        # The session has further routes above, which give its reward and end it.
+        if target is None or ".." in path.split("/"):
             return Response(status_code=404)
         credentials = ("authorization", "x-api-key")
         headers = {k: v for k, v in request.headers.items() if k not in _OF_ONE_CONNECTION and k not in credentials}
@@ -124,6 +153,7 @@ class Relay:
         if reply.is_error:
             await reply.aread()
         target.note(reply)
+        self.has_answered |= target.has_answers
         reply_headers = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
         return StreamingResponse(
             reply.aiter_bytes(), reply.status_code, reply_headers, background=BackgroundTask(reply.aclose)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from services.data_server.checked_tasks import checks_file
+from services.data_server.harbor import read_tasks
 
 TASKS = Path(__file__).parents[1] / "examples/tasks"
 TOML = '[environment]\nnetwork_mode = "no-network"\nworkdir = "/app"\n'
@@ -29,3 +33,10 @@ def write_task(folder: Path, files: dict[str, str] | None = None) -> Path:
         path.write_text(text)
         path.chmod(0o755 if path.suffix == ".sh" else 0o644)
     return folder
+
+
+def pass_checks(folder: Path) -> None:
+    """Write what `grpo tasks check` writes of tasks that pass."""
+    dataset = f"harbor:{folder}"
+    records = [{"digest": task.digest, "passes": True} for task in read_tasks(dataset)[0].values()]
+    checks_file(dataset).write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -24,7 +24,7 @@ from services.core.sources import MAIN, Source
 from services.data_server import dataset_rows
 from services.data_server.dataset_rows import TOO_LONG, DatasetRows, Refusal, Row, Rows, instruction_of
 from services.data_server.demonstrations import DemonstrationMaker
-from services.data_server.settings import Curriculum, DataSettings, PromptStyle
+from services.data_server.settings import HARBOR, Curriculum, DataSettings, PromptStyle, generator_of
 from services.protocol.prompts import ROWS, Split
 
 if TYPE_CHECKING:
@@ -172,10 +172,17 @@ class Catalogue:
     """A split's prompts in their wire form, rendered when they are needed. A row that is refused then has no form."""
 
     def __init__(
-        self, name: str, split: Split, rows: Rows, maker: PromptMaker | DemonstrationMaker, source: Source
+        self,
+        name: str,
+        split: Split,
+        rows: Rows,
+        maker: PromptMaker | DemonstrationMaker,
+        source: Source,
+        *,
+        is_task: bool = False,
     ) -> None:
         self._id_prefix = f"{source.name or name}/{split.value}/"
-        self._source = {"source": source.name} if source.name else {}
+        self._common: Record = ({"source": source.name} if source.name else {}) | ({"is_task": True} if is_task else {})
         self._rows = rows
         self._maker = maker
         self._split = split
@@ -217,7 +224,7 @@ class Catalogue:
                 "ground_truth": row.ground_truth,
                 "category": row.category,
                 **fields,
-                **self._source,
+                **self._common,
             }
             if self._split is Split.TEST:
                 record.pop("demonstrations", None)
@@ -313,11 +320,12 @@ def _catalogues(
         ConfigurationError: no row of a split makes a prompt.
     """
     catalogues: dict[Split, Catalogue] = {}
+    is_task = generator_of(settings.dataset) == HARBOR
     for split, rows in splits.items():
         of_rows: PromptMaker | DemonstrationMaker = maker
         if rows.has_demonstrations and tokenizer is not None:
             of_rows = DemonstrationMaker(settings, maker, tokenizer)
-        catalogue = catalogues[split] = Catalogue(name, split, rows, of_rows, source)
+        catalogue = catalogues[split] = Catalogue(name, split, rows, of_rows, source, is_task=is_task)
         if len(rows) <= RENDERED_AT_START:
             for start in range(0, len(rows), _BATCH):
                 catalogue.prefetch(range(start, min(start + _BATCH, len(rows))))

@@ -17,6 +17,7 @@ from services.core.tasks import in_background
 from services.data_server.harbor import FIRST_NUMBER, Task, read_tasks
 from services.data_server.settings import HARBOR, DataSettings
 from services.environment_server.environments import Conversation, Transition, text_of
+from services.environment_server.programs import ProgramEpisode
 from services.environment_server.sandbox import (
     BOX,
     RULES,
@@ -30,7 +31,7 @@ from services.environment_server.sandbox import (
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.trials import Trial
 from services.http.problems import ProblemError
-from services.protocol.evaluation import Action, State
+from services.protocol.evaluation import PROGRAM, Action, State
 from services.reward_server.settings import RewardSettings
 from services.sandbox.backends import BackendName, Interpreter, Layout
 from services.sandbox.probe import choose
@@ -46,7 +47,7 @@ class HarborTasks(Boxes):
     ) -> None:
         super().__init__(settings, rewards, backend)
         self.tasks = dict(sorted(tasks.items()))
-        self.splits = dict.fromkeys((SPLIT, "train", "test"), len(tasks)) | {BOX: 1}
+        self.splits = dict.fromkeys((SPLIT, "train", "test", PROGRAM), len(tasks)) | {BOX: 1}
         digest = hashlib.blake2b(repr([*self.tasks]).encode(), digest_size=8).hexdigest()
         self.version = f"1, {settings.text_turns} turns of {self.limits}, {SESSION_SECONDS:g} s, tasks {digest}"
 
@@ -56,7 +57,7 @@ class HarborTasks(Boxes):
 
         def make(seed: int) -> Conversation:
             if seed in self.tasks:
-                return HarborEpisode(self, self.tasks[seed])
+                return (ProgramEpisode if split == PROGRAM else HarborEpisode)(self, self.tasks[seed])
             if seed >= FIRST_NUMBER:
                 raise ProblemError(400, f"task {seed} is not here; give data-server and environment-server one DATASET")
             return draw(seed)
@@ -65,7 +66,9 @@ class HarborTasks(Boxes):
 
     def make(self, split: str, index: int) -> Conversation:
         """See Tasks."""
-        return Sandboxed(self, None) if split == BOX else HarborEpisode(self, list(self.tasks.values())[index])
+        if split == BOX:
+            return Sandboxed(self, None)
+        return (ProgramEpisode if split == PROGRAM else HarborEpisode)(self, list(self.tasks.values())[index])
 
 
 class HarborEpisode(Conversation):

@@ -15,7 +15,7 @@ from services.core.errors import first_line
 from services.data_server.harbor import Task
 from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.harbor import HarborTasks
-from services.environment_server.trials import Trial
+from services.environment_server.trials import SOLUTION, Trial
 from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards, merged
 from services.sandbox.box import Files
 
@@ -147,7 +147,7 @@ async def check_task(tasks: HarborTasks, task: Task) -> Check:
 
 async def _attempt(tasks: HarborTasks, task: Task, *, solves: bool) -> tuple[Rewards | None, str]:
     """Return the rewards of an attempt, None where there are none, and why it did not earn them."""
-    async with tasks.places, Trial(tasks, task, has_solution=solves) as trial:
+    async with tasks.places, Trial(tasks, task, scratch=SOLUTION if solves else "") as trial:
         said = ""
         try:
             while True:
@@ -186,7 +186,7 @@ async def _looked(tasks: HarborTasks, task: Task) -> list[str]:
 
 async def _weaknesses(tasks: HarborTasks, task: Task) -> AsyncIterator[str]:
     """Yield what hostile answers can do in place of the files of the solution."""
-    async with tasks.places, Trial(tasks, task, has_solution=True) as trial:
+    async with tasks.places, Trial(tasks, task, scratch=SOLUTION) as trial:
         named: set[str] = set()
         while True:
             await trial.solve()

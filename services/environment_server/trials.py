@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 from services.data_server.harbor import HOME, Step, Task
 from services.environment_server.sandbox import (
@@ -23,7 +24,7 @@ from services.sandbox.kernel import Limits
 
 SAVED_BYTES = 16 * 2**20
 """Bytes of the files that travel from the first box to the second."""
-VERIFIER_HOME = "/home/verifier"
+VERIFIER_HOME, SOLUTION = "/home/verifier", "/solution"
 _OURS = re.compile(r"PATH|HOME|ENV|BASH_ENV|SHELL|IFS|PYTHON.*|LD_.*|GIT_.*|PYTEST_.*")
 """Variables of the tests that the task does not set."""
 _GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
@@ -50,8 +51,19 @@ class Trial:
     An async context manager, which ends the box.
     """
 
-    def __init__(self, tasks: Boxes, task: Task, *, has_solution: bool = False) -> None:
-        self.task, self._tasks, self._has_solution = task, tasks, has_solution
+    def __init__(
+        self, tasks: Boxes, task: Task, *, scratch: str = "", mounts: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Describe an attempt; its box starts with the first program.
+
+        Args:
+            tasks: make its boxes.
+            task: the task.
+            scratch: a further directory of the first box, whose files the tests do not get.
+            mounts: what this box has of this machine, as ``Layout.mounts``.
+        """
+        self.task, self._tasks = task, tasks
+        self._layout = Layout((*task.places, *filter(None, [scratch])), mounts)
         self.original = files_of(task.copies)
         """The task's own files by their paths in the box."""
         self._box: Box | None = None
@@ -101,6 +113,19 @@ class Trial:
             limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
         return found(await execute(await self._opened(), tool, program, limits, self.own_environment))
 
+    async def exec(
+        self, words: Sequence[str], files: Files, limits: Limits, variables: Mapping[str, str], stdin: bytes = b""
+    ) -> Result:
+        """Run a program that is not the model's in this box, with further files.
+
+        Raises:
+            DependencyLostError: the box was lost.
+        """
+        box = await self._opened()
+        found(await box.load(files))
+        environment = self.own_environment | variables
+        return found(await box.exec(words, stdin=stdin, limits=limits, environment=environment))
+
     async def solve(self) -> Result:
         """Run the solution of the step as an agent would, with the time of its tests.
 
@@ -110,14 +135,12 @@ class Trial:
         step = self.step
         if not (step.solution / "solve.sh").is_file():
             raise NoRewardError("it has no solution/solve.sh")
-        box = await self._opened()
-        await box.exec(["sh", "-c", "rm -rf /solution/*"])
-        sources = (path for path in step.solution.rglob("*") if path.is_file())
-        files = files_of({f"/solution/{path.relative_to(step.solution)}": path for path in sources})
-        found(await box.load(Files(files, files)))
-        environment = self.own_environment | {"DEBIAN_FRONTEND": "noninteractive"} | self.task.solution_environment
+        if self.verdicts:
+            await self.run("bash", f"rm -rf {SOLUTION}/*")
+        files = _below(step.solution, SOLUTION)
+        variables = {"DEBIAN_FRONTEND": "noninteractive"} | self.task.solution_environment
         limits = self.limits._replace(cpu_seconds=self.limits.seconds)
-        return found(await box.exec(["/solution/solve.sh"], limits=limits, environment=environment))
+        return await self.exec([f"{SOLUTION}/solve.sh"], files, limits, variables)
 
     async def grade(self) -> Rewards:
         """Return the rewards of the step by its tests, in a second box with the files that the first has now.
@@ -156,16 +179,13 @@ class Trial:
 
     def _add_workdir(self) -> Files:
         """Add the step's own files to those of the task, and return them."""
-        folder = self.step.workdir
-        sources = (path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ()
-        added = files_of({f"{self.task.workdir}/{path.relative_to(folder)}": path for path in sources})
+        added = _below(self.step.workdir, self.task.workdir)
         self.original = Files(self.original | added, self.original.executable | added.executable)
         return added
 
     async def _opened(self) -> Box:
         if self._box is None:
-            places = (*self.task.places, "/solution") if self._has_solution else self.task.places
-            box = self._tasks.box(self.limits, Layout(places), self.task.image)
+            box = self._tasks.box(self.limits, self._layout, self.task.image)
             self._box = await self._tasks.started(box, self.original)
             await self._set_up()
         return self._box
@@ -179,12 +199,11 @@ class Trial:
         """Return the files that the first box has; None where they are more than may travel, which is the answer's."""
         if self._box is None:
             return self.original
-        saved = found(await self._box.save(SAVED_BYTES))
+        saved = found(await self._box.save(SAVED_BYTES, self.task.places))
         if isinstance(saved, Result):
             self.output = saved.last_line
             return None
-        left = {path: content for path, content in saved.items() if not path.startswith("/solution/")}
-        return Files(left, saved.executable)
+        return saved
 
     async def judge(self, files: Files, marker: str = "") -> tuple[Rewards, bool]:
         """Return the rewards of files by the step's tests in a new box, and whether a file ``marker`` was made there.
@@ -228,3 +247,8 @@ def files_of(sources: Mapping[str, Path]) -> Files:
     """Return files of this machine as those of a box, by their paths in it."""
     executable = [name for name, path in sources.items() if os.access(path, os.X_OK)]
     return Files({name: path.read_bytes() for name, path in sources.items()}, executable)
+
+
+def _below(folder: Path, place: str) -> Files:
+    """Return the files below a directory of this machine, none if it does not exist, as those below ``place``."""
+    return files_of({f"{place}/{path.relative_to(folder)}": path for path in folder.rglob("*") if path.is_file()})

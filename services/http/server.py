@@ -233,17 +233,30 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
-    """Serve an application within this event loop on a free port of 127.0.0.1; yield that port's URL."""
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+async def serving(app: Any, path: str | None = None, **options: Any) -> AsyncIterator[str]:
+    """Serve an application within this event loop on a free port of 127.0.0.1; yield that port's URL.
+
+    With ``path`` it is served on a new UNIX socket of that path, which every user may connect to.
+    """
+    with _listener(path) as listener:
         server = uvicorn.Server(server_config(app, lifespan="off", **options))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ctrl-C is ours
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield path or f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             await running
+
+
+def _listener(path: str | None) -> socket.socket:
+    if path is None:
+        return socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    os.chmod(path, 0o666)
+    listener.listen(512)
+    return listener
 
 
 async def ended_before_client_left(request: Request, work: asyncio.Future[Any]) -> bool:

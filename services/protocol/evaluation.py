@@ -255,6 +255,29 @@ class StepItem(StrictModel):
     action: Action
 
 
+PROGRAM = "program"
+"""The split of a task whose episodes have one action, a ProgramRequest as JSON. Its step is refused while the program
+runs, and is asked for again."""
+
+
+class ProgramRequest(StrictModel):
+    """An agent's program to play a task in its box."""
+
+    command: str
+    """AGENT_COMMAND."""
+    base_url: str
+    """Of the episode's session at the gateway, and its key."""
+    api_key: str
+    example: dict[str, Any]
+    """What a program reads."""
+    seconds: float
+    """AGENT_SECONDS."""
+    patience: float
+    """Seconds for which a call is sent again while the gateway is away."""
+    max_turns: int
+    max_turn_tokens: int
+
+
 class StepRequest(StrictModel):
     """Body of POST /step: at most one action an episode."""
 

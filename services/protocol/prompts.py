@@ -51,7 +51,8 @@ class Prompt(WireModel):
     applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
     order, so that a consumer can count each prompt once an epoch. ``source`` is its name in SOURCES,
     and ``row`` has the dataset's row as JSON where its reward needs more of it than the ground truth. With METHOD=sft,
-    ``demonstrations`` are what is learned after the prompt.
+    ``demonstrations`` are what is learned after the prompt. ``is_task``: environment-servers play it
+    (DATASET=harbor:DIR), and its tests give the reward.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Prompt(WireModel):
     source: str = Field(default="", exclude_if=lambda source: not source)
     row: bytes = Field(default=b"", exclude_if=lambda row: not row)
     demonstrations: list[Demonstration] = Field(default_factory=list, exclude_if=lambda some: not some)
+    is_task: bool = Field(default=False, exclude_if=lambda is_task: not is_task)
 
     @property
     def row_text(self) -> str | None:

@@ -272,7 +272,8 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
                 f"programs write to {place}, where {below} is; keep it elsewhere (SANDBOX_PYTHON, or the project)"
             )
         arguments += ["--perms", "1777", "--size", str(disk_mb * 2**20), "--tmpfs", place]
-    parents = {str(parent): None for path in interpreter.readable for parent in reversed(Path(path).parents[:-1])}
+    bound = [*interpreter.readable, *(layout.mounts if layout else ())]
+    parents = {str(parent): None for path in bound for parent in reversed(Path(path).parents[:-1])}
     for parent in parents:
         # Below /root, too, programs reach the interpreter, whose user is not root.
         arguments += ["--perms", "0755", "--dir", parent]

@@ -218,15 +218,15 @@ class Box:
         executable = sorted(files.executable) if isinstance(files, Files) else []
         return await self.run("load", stdin=json.dumps(texts).encode(), executable=executable)
 
-    async def save(self, most_bytes: int) -> Files | Result:
-        """Return the files of the box by path, links and pipes left out; the result where they cannot be read.
+    async def save(self, most_bytes: int, places: Sequence[str] = (".",)) -> Files | Result:
+        """Return the files of some directories by path, links and pipes left out; the result where they cannot be read.
 
         Args:
             most_bytes: of the files, above which they cannot; as JSON at most, above which the outcome is ``output``.
+            places: the directories.
         """
-        places = list(self._layout.places) if self._layout else ["."]
         limits = self._limits._replace(output_bytes=most_bytes)
-        result = await self.run("save", limits=limits, places=places, most_bytes=most_bytes)
+        result = await self.run("save", limits=limits, places=[*places], most_bytes=most_bytes)
         if result.outcome is not Outcome.OK:
             return result
         files, executable = json.loads(result.reply)

@@ -21,6 +21,7 @@ from local_runner.processes import MARK
 from scripts.evaluate import run_directory
 from services.core.errors import ConfigurationError
 from tests.evaluation.conftest import ARITHMETIC, Evaluate, Here
+from tests.tasks import pass_checks, write_task
 from tests.waiting import IDLE_SECONDS, wait_until
 
 
@@ -246,3 +247,43 @@ def test_servers_that_do_not_answer_or_lack_the_model_are_named(
     assert (away.code, "http://127.0.0.1:1 did not answer" in away.text) == (33, True), away.text
     other = here("--model", "another", "--endpoint", f"{engine}/v1", **ARITHMETIC)
     assert (other.code, "no model 'another'" in other.text) == (78, True), other.text
+
+
+ASK_AND_WORK = """
+import json, os, subprocess, sys, urllib.request
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "1+1="}]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+subprocess.run(["sh", "-c", f"echo {json.load(sys.stdin)['prompt'][6]} > value.txt"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap")
+def test_tasks_are_played_by_a_program_in_their_boxes_or_by_the_models_own(
+    here: Here, engine: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    for number in (6, 7, 8, 9):
+        write_task(tmp_path / f"tasks/{number}", {"instruction.md": f"Write {number} into `/app/value.txt`.\n"})
+    pass_checks(tmp_path / "tasks")
+    (tmp_path / "agent.py").write_text(ASK_AND_WORK)
+    given = ("--model", tiny_model, "--url", engine, "--dataset", "harbor:tasks", "--split", "all", "--samples", "2")
+    limits = {"SANDBOX": "bwrap", "CODE_CPU_SECONDS": "20", "ENVIRONMENT_STEP_SECONDS": "300", "PROMPT_STYLE": "plain"}
+    outcome = here(*given, "--agent-command", "python agent.py", **ARITHMETIC | limits | {"DATASET": "harbor:tasks"})
+    results = Results.model_validate(outcome.results)
+    samples = outcome.samples()
+    assert len(samples) == 12
+    by_prompt = Counter(sample["prompt_id"] for sample in samples if correct(sample))
+    # The tests of all four tasks want a 7.
+    assert sorted(by_prompt.values()) == [3]
+    metrics = results.metrics
+    assert (metrics["greedy pass@1"].value, metrics["pass@2"].value, metrics["avg@2"].value) == (0.25, 0.25, 0.25)
+    assert metrics["pass@2"].low < 0.25 < metrics["pass@2"].high
+    assert {sample["turns"] for sample in samples} == {1}
+    limits |= {"ENVIRONMENT_MAX_STEPS": "2", "DATASET": "harbor:tasks"}
+    tools = here(*given, "--limit", "2", output=tmp_path / "tools", **ARITHMETIC | limits)
+    assert tools.results["metrics"]["pass@2"]["value"] == 0.0
+    assert len(tools.samples()) == 6

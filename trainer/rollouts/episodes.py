@@ -21,6 +21,8 @@ from prometheus_client import Counter
 
 from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, load_agent, programs_at_once
 from services.clients.agent_episodes import Episode, EpisodePlayer, GatewayFailedError
+from services.clients.environment import EnvironmentClient
+from services.clients.games import BoxedProgram
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
@@ -159,11 +161,16 @@ class Episodes(Sampler):
 
 
 class Agents(Episodes):
-    """An agent plays the episodes: a function of the user's, or a program behind a relay."""
+    """An agent plays the episodes: a function of the user's, or a program behind a relay, or in the box of its task."""
 
     def __init__(self, settings: TrainerSettings, rewards: RewardClient, gateway: GatewayClient, agent: Agent) -> None:
         super().__init__(settings, rewards, gateway)
         self.agent = agent
+        self._environments = EnvironmentClient(token=settings.token, deadline=settings.service_deadline_seconds)
+        self._boxed = BoxedProgram(
+            *(settings.agent_command, settings, settings.max_new_tokens, self._environments),
+            patience=settings.service_deadline_seconds,
+        )
 
     @classmethod
     def of(cls, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> Self:
@@ -180,15 +187,18 @@ class Agents(Episodes):
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the clients, and start the relay of a program."""
         await super().open(stack)
+        await stack.enter_async_context(self._environments)
         if isinstance(self.agent, AbstractAsyncContextManager):
             await stack.enter_async_context(self.agent)
 
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:
         """Let the agent answer a prompt ``n`` times."""
+        is_boxed = prompt.is_task and self.settings.rollout is Rollout.PROGRAM
+        agent = self._boxed if is_boxed else self.agent
 
         async def one(index: int) -> Outcome:
             async with self._places:
-                return await self._episode(self.agent, prompt, request(index))
+                return await self._episode(agent, prompt, request(index))
 
         return await asyncio.gather(*map(one, range(n)))
 

@@ -1,200 +1,32 @@
 """ROLLOUT=environment: games with the model in training at one seat or at all; most environments have one seat.
 
-A game is an episode on an environment-server whose seats are played at the same time. The opponent plays the seats that
-are not trained.
+The opponent plays the seats that are not trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from statistics import fmean
 from typing import Any, Self
 
-import httpx
 from pydantic import BaseModel, Field
 
-from services.agents import AgentFailedError, Example
-from services.clients.environment import EnvironmentClient, ServedEpisode
+from services.agents import AgentFailedError
+from services.clients.environment import EnvironmentClient
+from services.clients.games import Game, seed_of
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.tasks import Stopwatch
-from services.http.client import HttpClient, RequestRefusedError, problem_detail
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.chat import ChatReply
-from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind, StepStatus
 from services.protocol.prompts import Prompt
-from services.protocol.sessions import END_BEFORE, CreateSessionRequest
+from services.protocol.sessions import CreateSessionRequest
 from trainer.config import SELF, TrainerSettings
 from trainer.rollouts.episodes import Episodes, Outcome, gateway_client
 from trainer.rollouts.groups import Answers
-
-Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
-"""Returns a model's answer to a conversation."""
-
-TRUNCATE_BEFORE = "end the episode before with truncated=True, set ENVIRONMENT_MAX_STEPS, or raise this setting"
-"""The advice in place of END_BEFORE, because an environment has no loop of its own."""
-COMMON_FAILURES = (DependencyLostError, RequestRefusedError, AgentFailedError)
-"""Failures of the game itself, which are the same for each seat. Any other is the failure of one seat's model."""
-
-
-class Seat:
-    """One side of a game: its conversation, its rewards, and the environment's figures of its actions."""
-
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        """The environment's messages, and the answers that the environment did not take."""
-        self.episode_return = 0.0
-        self.turn_rewards: list[float] = []
-        """One reward an answer. A reward for another seat's action counts for the answer before it."""
-        self.figures: defaultdict[str, list[float]] = defaultdict(list)
-        self._view: list[dict[str, Any]] = []
-
-    def see(self, state: State) -> None:
-        """Take in the environment's view of the game."""
-        assert isinstance(state, list)
-        before, self._view = self._view, list(state)
-        continues = state[: len(before)] == before
-        self.messages = [*self.messages, *state[len(before) :]] if continues else list(state)
-
-    def refuse(self, text: str, why: str) -> None:
-        """Note an answer that the environment did not take: a turn without a reward."""
-        self.messages = [*self.messages, {"role": "assistant", "content": text}, {"role": "user", "content": why}]
-        self.turn_rewards.append(0.0)
-
-    def credit(self, reward: float, *, has_acted: bool) -> None:
-        """Add a reward."""
-        self.episode_return += reward
-        if has_acted:
-            self.turn_rewards.append(reward)
-        elif self.turn_rewards:
-            self.turn_rewards[-1] += reward
-
-
-class Game:
-    """A game whose seats wait for each other's moves. If one of them fails, the others fail, too.
-
-    An async context manager, which ends the episode on its server. The first seat that plays begins it.
-    """
-
-    def __init__(self, environments: EnvironmentClient, prompt: Prompt) -> None:
-        self._environments = environments
-        self._prompt = prompt
-        self._episode: ServedEpisode | None = None
-        self._beginning = asyncio.Lock()
-        self._seats: defaultdict[int, Seat] = defaultdict(Seat)
-        self._failure: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._opponents: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for opponent in self._opponents:
-            opponent.cancel()
-        await asyncio.gather(*self._opponents, return_exceptions=True)
-        if self._episode is not None:
-            await self._environments.end(self._episode)
-
-    def seat_opponent(self, seat: int, ask: Ask) -> None:
-        """Let another model than the one in training play a seat."""
-        self._opponents.append(asyncio.create_task(self._play(seat, ask, Stopwatch())))
-
-    async def answer(
-        self, seat: int, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
-    ) -> float:
-        """Play a seat with the model at ``base_url``, as an agent, and return the sum of the seat's rewards.
-
-        ``example.turn_rewards`` gets the reward of each answer, and ``example.figures`` means over the seat's actions.
-
-        Raises:
-            AgentFailedError: the environment is not of text, the episode was lost, or another seat failed.
-            httpx.HTTPStatusError: the gateway refused a call over a limit of the session.
-        """
-
-        async def ask(messages: list[dict[str, Any]]) -> str:
-            body = {"model": example.model, "messages": messages}
-            headers = {"Authorization": f"Bearer {api_key}"}
-            reply = await http_client.post(f"{base_url}/chat/completions", json=body, headers=headers)
-            if reply.is_error:
-                detail = problem_detail(reply).replace(END_BEFORE, TRUNCATE_BEFORE)
-                raise httpx.HTTPStatusError(detail, request=reply.request, response=reply)
-            return reply.json()["choices"][0]["message"]["content"] or ""
-
-        try:
-            await self._play(seat, ask, example.waits)
-        except RequestRefusedError as error:
-            raise AgentFailedError(str(error), "refused") from error
-        except DependencyLostError as error:
-            raise AgentFailedError(str(error), "server") from error
-        record = self._seats[seat]
-        example.turn_rewards = record.turn_rewards
-        example.figures = {name: fmean(values) for name, values in record.figures.items()}
-        return record.episode_return
-
-    async def _play(self, seat: int, ask: Ask, waits: Stopwatch) -> None:
-        """Answer whenever it is the seat's turn, until the game is over; ``waits`` runs while it is another's."""
-        try:
-            episode = await self._begun()
-            while await self._is_turn_of(seat, episode, waits):
-                self._seats[seat].see(episode.state)
-                text = await ask(self._seats[seat].messages)
-                await self._act(seat, episode, text)
-        except BaseException as error:
-            self._failure = self._failure or error
-            raise
-        finally:
-            self._changed.set()
-
-    async def _begun(self) -> ServedEpisode:
-        async with self._beginning:
-            if self._episode is None:
-                prompt = self._prompt
-                self._episode = await self._environments.begin(_seed_of(prompt), _split_of(prompt), prompt.source)
-                _check(self._episode.environment)
-            return self._episode
-
-    async def _is_turn_of(self, seat: int, episode: ServedEpisode, waits: Stopwatch) -> bool:
-        """Wait until it is the seat's turn, and return True; return False once the game is over."""
-        while not episode.has_ended:
-            if isinstance(self._failure, COMMON_FAILURES):
-                raise self._failure
-            if self._failure is not None:
-                raise AgentFailedError(f"another seat failed: {self._failure!r}", "opponent") from self._failure
-            if episode.seat == seat:
-                return True
-            self._changed.clear()
-            with waits.running():
-                await self._changed.wait()
-        return False
-
-    async def _act(self, seat: int, episode: ServedEpisode, text: str) -> None:
-        result = await self._environments.step(episode, text)
-        if result.status is StepStatus.LOST:
-            raise AgentFailedError(str(result.detail), "environment" if result.environment_failed else "lost")
-        if result.status is StepStatus.REFUSED:
-            self._seats[seat].refuse(text, result.detail or "The action was refused.")
-            return
-        episode.follow(result)
-        for number, reward in enumerate(result.rewards or [result.reward]):
-            self._seats[number].credit(reward, has_acted=number == seat)
-        for name, value in result.figures.items():
-            self._seats[seat].figures[name].append(value)
-        self._changed.set()
-
-
-def _check(info: EnvironmentInfo) -> None:
-    if info.state.kind is not StateKind.MESSAGES or info.action.kind is not ActionKind.TEXT:
-        raise AgentFailedError(
-            f"ENVIRONMENT {info.id!r} has states of {info.state.kind} and actions of {info.action.kind}; a language "
-            "model plays environments of messages and text",
-            "environment",
-        )
 
 
 class _Model(BaseModel):
@@ -338,7 +170,7 @@ class Games(Episodes):
             return list(range(seats))
         if seats == 1:
             raise ConfigurationError("OPPONENT is set, but the environment has one seat; unset OPPONENT")
-        return [_seed_of(prompt) % seats]  # so the seed chooses
+        return [seed_of(prompt) % seats]  # so the seed chooses
 
     async def _count_seats(self, prompt: Prompt) -> int:
         """Return the number of seats of the prompt's environment, from an episode that is begun and ended.
@@ -352,19 +184,3 @@ class Games(Episodes):
                 await self._environments.end(episode)
                 self._seats = episode.environment.seats
         return self._seats
-
-
-def _seed_of(prompt: Prompt) -> int:
-    if not (prompt.ground_truth.isascii() and prompt.ground_truth.isdecimal()):
-        raise AgentFailedError(
-            f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed; "
-            "set DATASET=seeds or harbor:DIR for ROLLOUT=environment",
-            "seed",
-        )
-    return int(prompt.ground_truth) % 2**31
-
-
-def _split_of(prompt: Prompt) -> str | None:
-    """Return the split that the prompt's id names, as in ``seeds/train/17``."""
-    parts = prompt.id.split("/")
-    return parts[-2] if len(parts) > 1 else None

@@ -31,7 +31,7 @@ from trainer.config.objective import Objective
 from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
 from trainer.rollouts.evaluate import Evaluator
-from trainer.rollouts.game import FixedModel, Seat
+from trainer.rollouts.game import FixedModel
 
 Messages = list[dict[str, Any]]
 
