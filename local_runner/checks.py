@@ -32,7 +32,7 @@ from services.core.machine import VISIBLE_GPUS_VARIABLE
 from services.core.removed import removed_among
 from services.core.settings import Method, Settings
 from services.core.sources import Source
-from services.data_server.settings import DataSettings, check_file, named_files
+from services.data_server.settings import HARBOR, DataSettings, check_file, generator_of, named_files
 from services.engines.settings import RolloutSettings
 from services.reward_columns import JUDGES
 from services.reward_server.settings import RELATIVE, RewardSettings
@@ -324,6 +324,9 @@ def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:
     _check_lengths(trainer, getattr(found.get("RolloutSettings"), "engine_context_length", None))
     if any(task.name == Task.TRAINER for task in group.tasks):
         trainer.of_sources(lambda own, source: _check_services(own, group))
+        if (data := found.get("DataSettings")) is not None:
+            datasets = {source: own.dataset for source, own in data.by_source().items()}
+            trainer.of_sources(lambda own, source: _check_tasks(own, datasets[source.name], group))
 
 
 def _check_services(settings: TrainerSettings, group: JobGroup) -> None:
@@ -356,6 +359,22 @@ def _check_services(settings: TrainerSettings, group: JobGroup) -> None:
         raise ConfigurationError(
             f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(lacking)}, but job group {group.name} has "
             f"none; take jobgroups/{file}.yaml, or add the task"
+        )
+
+
+def _check_tasks(settings: TrainerSettings, dataset: str, group: JobGroup) -> None:
+    """Check that tasks of a dataset ``harbor:DIR`` are played in boxes, which environment-servers have."""
+    if generator_of(dataset) != HARBOR or not settings.needs_engines:
+        return
+    if settings.rollout.value not in ("program", "environment"):
+        raise ConfigurationError(
+            f"ROLLOUT is {settings.rollout.value}, but the tasks of DATASET {dataset!r} are played in boxes; set "
+            "ROLLOUT=environment, or ROLLOUT=program with AGENT_COMMAND"
+        )
+    if not any(Task.ENVIRONMENT_SERVER in task.components for task in group.tasks):
+        raise ConfigurationError(
+            f"DATASET is {dataset!r}, whose boxes are on environment-servers, but job group {group.name} has none; "
+            "take jobgroups/environment.yaml, or add the task"
         )
 
 

@@ -273,9 +273,10 @@ def _save(places: list[str], most_bytes: int) -> None:
 def _folders(place: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the directories of a place with the names of their files; without what is mounted below."""
     device = os.lstat(place).st_dev
-    for folder, folders, names in os.walk(place):
-        folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
-        yield folder, names
+    for folder, *contents in os.walk(place):
+        for names in contents:
+            names[:] = [name for name in names if os.lstat(os.path.join(folder, name)).st_dev == device]
+        yield folder, contents[1]
 
 
 def _open_reply() -> TextIO:
