@@ -125,7 +125,7 @@ async def check_task(tasks: HarborTasks, task: Task) -> Check:
             rewards, details[solves] = await _attempt(tasks, task, solves=solves)
             (check.oracle if solves else check.nothing).append(None if rewards is None else rewards["reward"])
             verdicts[solves].append(rewards or {})
-    check.leaks = [*_copied_answers(task), *await _looked(tasks, task)]
+    check.leaks = [*copied_answers(task), *await _looked(tasks, task)]
     expected = {True: 1.0, False: 0.0}
     for solves, rewards_of in verdicts.items():
         if any(rewards.get("reward") != expected[solves] for rewards in rewards_of):
@@ -162,10 +162,11 @@ async def _attempt(tasks: HarborTasks, task: Task, *, solves: bool) -> tuple[Rew
             return None, first_line(error)
 
 
-def _copied_answers(task: Task) -> Iterator[str]:
-    """Yield a sentence for each file of tests or solutions that one of the task's own files has in it."""
+def copied_answers(task: Task) -> Iterator[str]:
+    """Yield a sentence for each file of tests or solutions that the instruction or one of the task's files has in it."""
     shown = {name: path.read_bytes() for name, path in task.copies.items()}
     for step in task.steps:
+        shown["the instruction"] = step.instruction.encode()
         for folder in (*step.tests, step.solution):
             for path in folder.rglob("*"):
                 content = path.read_bytes().strip() if path.is_file() else b""

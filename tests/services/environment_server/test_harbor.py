@@ -18,7 +18,7 @@ from services.data_server.settings import DataSettings
 from services.environment_server import harbor
 from services.environment_server.harbor import HarborTasks
 from services.environment_server.settings import EnvironmentSettings
-from services.environment_server.task_checks import check_task
+from services.environment_server.task_checks import check_task, copied_answers
 from services.environment_server.trials import Trial
 from services.environment_server.verdicts import NoRewardError, is_hook, merged, read_rewards
 from services.reward_server.settings import RewardSettings
@@ -339,6 +339,16 @@ VERDICTS = {
         "environment/hint.txt": "The solution is:\n#!/bin/sh\necho 7 > /app/value.txt\n",
     },
 }
+
+
+def test_an_instruction_that_has_its_answer_is_a_leak(tmp_path: Path) -> None:
+    """Attack 21, as far as a check can know it."""
+    told = "Run this:\n```sh\n#!/bin/sh\necho 7 > /app/value.txt\n```\n"
+    said = [
+        [*copied_answers(read_task(write_task(tmp_path / name, {"instruction.md": text})))]
+        for name, text in {"told": told, "asked": "Write 7 into `/app/value.txt`."}.items()
+    ]
+    assert said == [["the instruction has solution/solve.sh in it"], []]
 
 
 @_in_boxes
