@@ -17,7 +17,7 @@ from services.core.tasks import in_background
 from services.data_server.harbor import FIRST_NUMBER, Task, read_tasks
 from services.data_server.settings import HARBOR, DataSettings
 from services.environment_server.environments import Conversation, Transition, text_of
-from services.environment_server.sandbox import (
+from services.environment_server.sandbox_environment import (
     BOX,
     RULES,
     SESSION_SECONDS,

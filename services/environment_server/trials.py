@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from services.data_server.harbor import HOME, Step, Task
-from services.environment_server.sandbox import (
+from services.environment_server.sandbox_environment import (
     STEPS_PARTS,
     Boxes,
     execute,
