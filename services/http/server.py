@@ -228,7 +228,7 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         server_header=False,
-        # Longer than any client keeps an idle connection (KEEP_ALIVE_SECONDS): else one side closes what the other uses.
+        # Longer than clients keep idle connections (KEEP_ALIVE_SECONDS): else one side closes what the other uses.
         timeout_keep_alive=30,
         **options,
     )
