@@ -20,8 +20,8 @@ from services.clients.play import Engines, Score, evaluation_seed, scored
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
+from services.protocol.accuracy import is_judged
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import is_judged
 
 WINDOW = 4096
 """Pieces of work begun at once; engines and workflow bound how many of them are under way."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evaluation import report
+from evaluation import metrics
 from evaluation.evaluation import AgentWorkflow, Evaluation, Progress, SingleTurn, Workflow
 from evaluation.openai_engine import OpenAIEngine
 from evaluation.plan import Plan, Scheduler, in_job_group
@@ -73,15 +73,15 @@ async def evaluate(plan: Plan) -> None:
     is_elsewhere = plan.servers.starts is Scheduler.SKYPILOT
     results = await (_evaluate_on_cluster if is_elsewhere else _evaluate_here)(plan, console)
     plan.output.mkdir(parents=True, exist_ok=True)
-    write_json(plan.output / report.RESULTS, results.model_dump())
-    report.show(console, results)
+    write_json(plan.output / metrics.RESULTS, results.model_dump())
+    metrics.show(console, results)
     console.print(f"written to {plan.output}")
     if in_job_group():
         # A command elsewhere reads them from the log.
         print(RESULTS_MARK + json.dumps(results.model_dump()), flush=True)
 
 
-async def _evaluate_on_cluster(plan: Plan, console: Console) -> report.Results:
+async def _evaluate_on_cluster(plan: Plan, console: Console) -> metrics.Results:
     checkpoint = plan.checkpoint
     # Also those that are only in this process's environment, which no node sees.
     settings = (DataSettings.load(), RewardSettings.load(), GatewaySettings.load(), plan.settings)
@@ -103,7 +103,7 @@ async def _evaluate_on_cluster(plan: Plan, console: Console) -> report.Results:
     # Not asyncio.to_thread, because Ctrl-C would then wait for the end of the job.
     content = await in_background(partial(launch, text, secrets(), console.print))
     identified = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
-    return report.Results.model_validate(content | identified)
+    return metrics.Results.model_validate(content | identified)
 
 
 def _variables_of(settings: Settings) -> dict[str, str]:
@@ -164,7 +164,7 @@ def launch(text: str, secrets: Mapping[str, str], say: Callable[[str], None]) ->
     return found
 
 
-async def _evaluate_here(plan: Plan, console: Console) -> report.Results:
+async def _evaluate_here(plan: Plan, console: Console) -> metrics.Results:
     checkpoint, say = plan.checkpoint, console.print
     if plan.left_out:
         say(f"left out, because this command plays no environments: {', '.join(plan.left_out)}")
@@ -190,12 +190,12 @@ async def _evaluate_here(plan: Plan, console: Console) -> report.Results:
                 async with _workflow(plan, source, servers, engine, scorer) as workflow:
                     prompts = examples[source].prompts
                     evaluation = Evaluation(prompts, own.eval_samples, workflow, store, is_healthy, progress)
-                    view = report.View(console, f"{checkpoint.name} {source}".rstrip())
+                    view = metrics.View(console, f"{checkpoint.name} {source}".rstrip())
                     await run_until_first_ends(evaluation.run(view.show), servers.watch())
         for reason, detail in progress.examples.items():
             say(f"left out ({reason}), for example {detail}")
         too_long = sum(of_source.too_long for of_source in examples.values())
-        return report.results_of(
+        return metrics.results_of(
             checkpoint,
             [prompt for of_source in examples.values() for prompt in of_source.prompts],
             store.samples,

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import atomic_write
+from services.protocol.accuracy import is_correct
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import FinishReason, RewardResult, RewardStatus, is_correct
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 
 SAMPLES = "samples.jsonl"
 IDENTITY = "evaluation.json"

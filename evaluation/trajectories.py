@@ -38,8 +38,8 @@ from services.core.files import write_json
 from services.core.tasks import run_until_signal
 from services.evaluation_head.policies import Policy
 from services.http.problems import ProblemError
+from services.protocol.accuracy import Z, standard_error
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, StateKind, StepStatus
-from services.protocol.rewards import Z, standard_error
 
 SEEDS = 2**31
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -21,7 +21,7 @@ from typer import Option
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.toolchain import missing_tools
-from services.engines.sglang import check_installed
+from services.engines.sglang_command import check_installed
 from services.sandbox.backends import AUTOMATIC, Interpreter
 from services.sandbox.probe import attack
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.job import ROOT
 from local_runner.spec import env_file
-from services.protocol.rewards import CORRECT
+from services.protocol.accuracy import CORRECT
 from trainer.algorithm.advantages import Outcomes, has_reward_variance
 
 Settings = dict[str, str]

@@ -10,6 +10,7 @@ from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
 from services.http.client import ServiceClient
 from services.protocol import rewards as wire
+from services.protocol.accuracy import is_judged
 
 REWARDS_A_REQUEST = 1024
 """Bounds the time for which one request delays the others."""
@@ -39,7 +40,7 @@ class RewardClient(ServiceClient):
         """Return one result an item, in order; ``reward`` is None where an answer could not be scored in all tries."""
         results = await self._score_once(items)
         for _ in range(tries - 1):
-            unscored = [i for i, result in enumerate(results) if not wire.is_judged(result)]
+            unscored = [i for i, result in enumerate(results) if not is_judged(result)]
             if not unscored:
                 break
             await asyncio.sleep(pause_seconds)
@@ -57,10 +58,10 @@ class RewardClient(ServiceClient):
         """
         results = await self._score(list(items), is_group=True, own_rewards=own_rewards)
         for _ in range(tries - 1):
-            if all(map(wire.is_judged, results)):
+            if all(map(is_judged, results)):
                 break
             again = await self._score(list(items), is_group=True, own_rewards=own_rewards)
-            results = [old if wire.is_judged(old) else new for old, new in zip(results, again, strict=True)]
+            results = [old if is_judged(old) else new for old, new in zip(results, again, strict=True)]
         return results
 
     async def _score_once(self, items: Sequence[wire.RewardItem]) -> list[wire.RewardResult]:

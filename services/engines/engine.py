@@ -28,7 +28,7 @@ from services.core.processes import Command
 from services.engines import placement
 from services.engines.placement import Config, EnginePlace, SizeFacts, Split
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineKind, RolloutSettings
-from services.engines.sglang import check_installed, check_sglang_installed, listen_flags, sglang_command
+from services.engines.sglang_command import check_installed, check_sglang_installed, listen_flags, sglang_command
 from services.http.client import HttpClient
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason

@@ -16,7 +16,7 @@ from services.core.errors import DependencyLostError
 from services.core.processes import Command
 from services.engines.engine import ENGINES, ROUTED, Engine
 from services.engines.settings import EngineKind, RolloutSettings
-from services.engines.sglang import check_installed, listen_flags
+from services.engines.sglang_command import check_installed, listen_flags
 from services.http.client import HttpClient, RequestRefusedError
 
 ROUTER_SECONDS = 30.0

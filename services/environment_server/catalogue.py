@@ -179,9 +179,9 @@ async def open_environment(settings: EnvironmentSettings) -> AsyncIterator[MakeE
         async with gsm8k.open_questions(turns) as questions:
             yield questions
     elif name == "sandbox":
-        from services.environment_server import sandbox
+        from services.environment_server import sandbox_environment
 
-        async with sandbox.open_sandboxes(settings) as sandboxes:
+        async with sandbox_environment.open_sandboxes(settings) as sandboxes:
             yield sandboxes
     else:
         module, _, attribute = name.partition(":")

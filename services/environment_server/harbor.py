@@ -12,28 +12,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
-from services.core.errors import ConfigurationError, first_line
+from services.core.errors import ConfigurationError
 from services.core.tasks import in_background
 from services.data_server.harbor import FIRST_NUMBER, Task, read_tasks
 from services.data_server.settings import HARBOR, DataSettings
-from services.environment_server.environments import Conversation, Transition, text_of
+from services.environment_server.environments import Conversation, Transition
 from services.environment_server.programs import ProgramEpisode
-from services.environment_server.sandbox import (
-    BOX,
-    RULES,
-    SESSION_SECONDS,
-    TIME_IS_OVER,
-    Boxes,
-    Sandboxed,
-    program_of,
-    shown,
-)
+from services.environment_server.sandbox_environment import BOX, SESSION_SECONDS, BoxEpisode, Boxes, Sandboxed
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.trials import Trial
 from services.http.problems import ProblemError
-from services.protocol.evaluation import PROGRAM, Action, State
+from services.protocol.evaluation import PROGRAM, State
 from services.reward_server.settings import RewardSettings
 from services.sandbox.backends import BackendName, Interpreter, Layout
+from services.sandbox.box import Result
 from services.sandbox.probe import choose
 
 SPLIT = "tasks"
@@ -57,7 +49,7 @@ class HarborTasks(Boxes):
 
         def make(seed: int) -> Conversation:
             if seed in self.tasks:
-                return (ProgramEpisode if split == PROGRAM else HarborEpisode)(self, self.tasks[seed])
+                return self._episode(split, self.tasks[seed])
             if seed >= FIRST_NUMBER:
                 raise ProblemError(400, f"task {seed} is not here; give data-server and environment-server one DATASET")
             return draw(seed)
@@ -66,66 +58,51 @@ class HarborTasks(Boxes):
 
     def make(self, split: str, index: int) -> Conversation:
         """See Tasks."""
-        if split == BOX:
-            return Sandboxed(self, None)
-        return (ProgramEpisode if split == PROGRAM else HarborEpisode)(self, list(self.tasks.values())[index])
+        return Sandboxed(self, None) if split == BOX else self._episode(split, list(self.tasks.values())[index])
+
+    def _episode(self, split: str | None, task: Task) -> Conversation:
+        return (ProgramEpisode if split == PROGRAM else HarborEpisode)(self, task)
 
 
-class HarborEpisode(Conversation):
+class HarborEpisode(BoxEpisode):
     """An episode of a task, whose later steps are further turns of the user."""
 
     def __init__(self, tasks: HarborTasks, task: Task) -> None:
-        self._tasks, self._trial = tasks, Trial(tasks, task)
-        self._left = tasks.settings.text_turns
-        self._seconds = self._step_seconds()
-        self._messages: list[dict[str, str]] = []
-
-    def _step_seconds(self) -> float:
-        return min(self._trial.step.agent_seconds or SESSION_SECONDS, SESSION_SECONDS)
+        super().__init__(tasks)
+        self._trial = Trial(tasks, task)
 
     async def reset(self, seed: int) -> State:
         """Show the task."""
-        instruction = self._trial.step.instruction
-        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": instruction}]
-        return list(self._messages)
+        return self._ask(self._begun())
 
-    async def step(self, action: Action) -> Transition:
-        """Run the program, or grade the files."""
-        return await self._tasks.on_loop(self._step(text_of(action)))
+    def _begun(self) -> str:
+        """Begin the time of the trial's step, and return its instruction."""
+        self._seconds = min(self._trial.step.agent_seconds or SESSION_SECONDS, SESSION_SECONDS)
+        return self._trial.step.instruction
 
-    async def close(self) -> None:  # type: ignore[override]
-        """End the box."""
-        await self._tasks.on_loop(self._trial.close())
+    async def _close(self) -> None:
+        await self._trial.close()
+
+    async def _execute(self, tool: str, program: str) -> Result:
+        return await self._trial.run(tool, program, self._seconds)
 
     async def _step(self, text: str) -> Transition:
         self._left -= 1
         self._messages.append({"role": "assistant", "content": text})
-        async with self._tasks.places:
-            try:
-                program = program_of(text)
-                output = None if program is None else await self._run(*program)
-            except ValueError as error:
-                output = f"[{first_line(error)}]"
-            is_over = self._left == 0 or self._seconds <= 0
-            is_step_over = output is None or is_over
-            if is_step_over:
+        output = await self._output_of(text)
+        is_over = self._left == 0 or self._seconds <= 0
+        is_step_over, goes_on = output is None or is_over, False
+        if is_step_over:
+            async with self._tasks.places:
                 await self._trial.grade()
-            goes_on = is_step_over and not is_over and await self._trial.go_on()
+                goes_on = not is_over and await self._trial.go_on()
         if goes_on:
-            self._seconds = self._step_seconds()
-            output = self._trial.step.instruction
+            output = self._begun()
         if output is not None:
             self._messages.append({"role": "user", "content": output})
         if goes_on or not is_step_over:
             return Transition(list(self._messages), 0.0)
-        rewards = self._trial.rewards
-        figures = {name: value for name, value in rewards.items() if name != "reward"}
-        return Transition(list(self._messages), rewards["reward"], not is_over, is_over, figures)
-
-    async def _run(self, tool: str, program: str) -> str:
-        result = await self._trial.run(tool, program, self._seconds)
-        self._seconds -= result.cpu_seconds
-        return shown(result) + (TIME_IS_OVER if self._seconds <= 0 else "")
+        return self._trial.transition(self._messages, is_over=is_over)
 
 
 def datasets_of(data: DataSettings) -> list[str]:

@@ -29,7 +29,7 @@ from services.environment_server.environments import (
     Transition,
     text_of,
 )
-from services.environment_server.sandbox import shown
+from services.environment_server.sandbox_environment import shown
 from services.environment_server.trials import Trial
 from services.harnesses import HARNESSES, Preset, context_at, program_of
 from services.protocol.evaluation import Action, ProgramRequest, State
@@ -121,9 +121,7 @@ class ProgramEpisode(Conversation):
                         break
                 text = trial.step.instruction
                 example = example | {"prompt": text, "messages": [{"role": "user", "content": text}]}
-        figures = dict(trial.rewards)
-        reward = figures.pop("reward")
-        return Transition([{"role": "user", "content": shown(result)}], reward, terminated=True, figures=figures)
+        return trial.transition([{"role": "user", "content": shown(result)}])
 
     async def _run(
         self,

@@ -163,7 +163,7 @@ async def _attempt(tasks: HarborTasks, task: Task, *, solves: bool) -> tuple[Rew
 
 
 def copied_answers(task: Task) -> Iterator[str]:
-    """Yield a sentence for each file of tests or solutions that the instruction or one of the task's files has in it."""
+    """Yield a sentence for each file of tests or solutions that an instruction or one of the task's files has in it."""
     shown = {name: path.read_bytes() for name, path in task.copies.items()}
     for step in task.steps:
         shown["the instruction"] = step.instruction.encode()

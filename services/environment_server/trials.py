@@ -11,12 +11,8 @@ from statistics import fmean
 from types import MappingProxyType
 
 from services.data_server.harbor import HOME, Step, Task
-from services.environment_server.sandbox import (
-    STEPS_PARTS,
-    Boxes,
-    execute,
-    found,
-)
+from services.environment_server.environments import Transition
+from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute, found
 from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards, merged, read_rewards, verdict_files
 from services.sandbox.backends import Layout
 from services.sandbox.box import Box, Files, Outcome, Result
@@ -176,6 +172,11 @@ class Trial:
             return self.verdicts[-1]
         names = dict.fromkeys(name for verdict in self.verdicts for name in verdict)
         return {name: fmean(verdict.get(name, 0.0) for verdict in self.verdicts) for name in names}
+
+    def transition(self, messages: Sequence[dict[str, str]], *, is_over: bool = False) -> Transition:
+        """Return the end of an episode, with these rewards."""
+        figures = dict(self.rewards)
+        return Transition([*messages], figures.pop("reward"), not is_over, is_over, figures)
 
     def _add_workdir(self) -> Files:
         """Add the step's own files to those of the task, and return them."""

@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from services.core.settings import DeadlineSettings, JsonObject, RewardFunctionSettings, SourcesSettings
-from services.protocol.rewards import UNDECIDED
+from services.protocol.accuracy import UNDECIDED
 from services.reward_columns import JUDGES
 from services.sandbox.backends import BackendName, Interpreter
 

@@ -29,7 +29,7 @@ from services.engines.engine import Engine, choose_engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
 from services.engines.router import RouterAdmin, check_router_installed, proxy_command, router_command
 from services.engines.settings import EngineKind, RolloutSettings
-from services.engines.sglang import EngineKernels
+from services.engines.sglang_command import EngineKernels
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.registration import WorkerRegistration

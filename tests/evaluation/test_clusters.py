@@ -17,8 +17,8 @@ import pytest
 from pydantic import SecretStr
 
 from evaluation import clusters, servers
+from evaluation.metrics import Results
 from evaluation.plan import Backend, Plan, ServerOptions
-from evaluation.report import Results
 from evaluation.settings import EvaluationSettings
 from services.core.endpoints import ENGINE_PORT, Task, bind_address, endpoint
 from services.http.server import listen

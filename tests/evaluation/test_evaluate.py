@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from evaluation import servers
-from evaluation.report import Results
+from evaluation.metrics import Results
 from local_runner.processes import MARK
 from scripts.evaluate import run_directory
 from services.core.errors import ConfigurationError

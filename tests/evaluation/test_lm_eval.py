@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.report import Results
+from evaluation.metrics import Results
 from services.embedded_engine.app import create_app
 from services.engines.settings import RolloutSettings
 from tests.evaluation.gsm8k_rows import COUNTS, ROWS

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.report import (
+from evaluation.metrics import (
     accuracy,
     lengths,
     majority_at_k,
     normalised,
 )
 from evaluation.store import Kind, Sample
+from services.protocol.accuracy import GREEDY, pass_at_k
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import GREEDY, FinishReason, RewardResult, pass_at_k
+from services.protocol.rewards import FinishReason, RewardResult
 
 TRUTH = "7"
 

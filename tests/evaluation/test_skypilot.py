@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from evaluation import run as evaluation_run
+from evaluation.metrics import Results
 from evaluation.plan import Plan, Scheduler, ServerOptions
-from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
 from evaluation.settings import EvaluationSettings
 from local_runner import skypilot as sky

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from services.engines.sglang import FLOAT32_HEAD
+from services.engines.sglang_command import FLOAT32_HEAD
 from tests.sequences import trained_sequence
 from tests.services.rollout_server.conftest import check_installed
 from tests.services.rollout_server.nodes import SGLANG_FLAGS, Nodes

@@ -21,7 +21,7 @@ from services.core.machine import ComputeType
 from services.engines.engine import choose_engine
 from services.engines.placement import SizeFacts, read_config
 from services.engines.settings import EngineKind, RolloutSettings
-from services.engines.sglang import GRAPH_BYTES, graph_sequences
+from services.engines.sglang_command import GRAPH_BYTES, graph_sequences
 from trainer.capacity.need import CUDA_CONTEXT, ENGINE_ASLEEP, GIB, EngineBeside, Need, Work, needed
 from trainer.capacity.shape import ModelShape
 from trainer.capacity.work import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.engines.sglang import MOST_GRAPH_SEQUENCES
+from services.engines.sglang_command import MOST_GRAPH_SEQUENCES
 from trainer.capacity.need import Work, cached_tokens
 from trainer.capacity.shape import Card, ModelShape
 from trainer.config import TrainerSettings

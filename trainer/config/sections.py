@@ -252,9 +252,9 @@ class SamplingSection(AnswerSettings, AgentSection, ProgramSection, EnvironmentS
     """Completions of each prompt (G)."""
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
-    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so,
-    or plays a task (DATASET=harbor:DIR) in its box. `environment`: the prompts are seeds (DATASET=seeds) or tasks (harbor:DIR), with which the environment-servers begin
-    episodes."""
+    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so, or plays
+    a task (DATASET=harbor:DIR) in its box. `environment`: the prompts are seeds (DATASET=seeds) or tasks (harbor:DIR),
+    with which the environment-servers begin episodes."""
     over_limit_reward: float = Field(0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Reward of an answer over a limit: processor time or memory of the verifier, AGENT_MAX_TURNS, AGENT_MAX_TOKENS or
     AGENT_SECONDS. Such an answer is wrong; if another of its group has a lower reward, it gets that one."""

@@ -19,8 +19,8 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.settings import Method
 from services.http.client import RequestRefusedError, ServiceClient
+from services.protocol.accuracy import verdicts
 from services.protocol.groups import Group
-from services.protocol.rewards import verdicts
 from services.run_page.progress import Activity
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.config import TrainerSettings

@@ -11,20 +11,10 @@ from services.clients.play import evaluation_seed
 from services.clients.rollout import SamplingParams
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from services.protocol.accuracy import GREEDY, UNDECIDED, Metrics, accuracy, is_judged, macro_mean, verdicts
 from services.protocol.groups import Group, TokenSequence, environment_figures
 from services.protocol.prompts import Cursor, Prompt, Split
-from services.protocol.rewards import (
-    GREEDY,
-    UNDECIDED,
-    FinishReason,
-    Metrics,
-    RewardResult,
-    RewardStatus,
-    accuracy,
-    is_judged,
-    macro_mean,
-    verdicts,
-)
+from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from services.run_page.progress import Activity
 from trainer.config import TrainerSettings
 from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker, Sampler, makers_of

@@ -28,11 +28,12 @@ from services.core.logs import get_logger
 from services.core.settings import Method
 from services.core.tasks import TIMELINE
 from services.http.client import RequestRefusedError, ServiceClient
+from services.protocol.accuracy import is_judged
 from services.protocol.base import derive_seed
 from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus, is_judged
+from services.protocol.rewards import UNASKED, FinishReason, RewardItem, RewardResult, RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from services.run_page.progress import Activity
 from trainer.config import TrainerSettings

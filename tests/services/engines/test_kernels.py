@@ -9,7 +9,7 @@ import structlog
 
 from services.core.files import write_signed
 from services.engines.settings import RolloutSettings
-from services.engines.sglang import EngineKernels
+from services.engines.sglang_command import EngineKernels
 
 LEAF = Path("9.0a/sgl_kernel_jit_activation/build-1/deps-2")
 

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 from services.core.errors import ConfigurationError
-from services.environment_server.sandbox import program_of
+from services.environment_server.sandbox_environment import program_of
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import own_code
 from services.reward_server.app import create_app

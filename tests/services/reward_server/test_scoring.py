@@ -11,7 +11,8 @@ import pytest
 
 from services.core import machine
 from services.core.errors import ConfigurationError
-from services.protocol.rewards import RewardItem, RewardStatus, is_correct
+from services.protocol.accuracy import is_correct
+from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server import pool, worker
 from tests.waiting import IDLE_SECONDS, eventually
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.tasks import ServiceThread
-from services.engines.sglang import EngineKernels
+from services.engines.sglang_command import EngineKernels
 from tests.ports import free_ports
 from tests.prometheus_targets import relabel, scrape_jobs
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes

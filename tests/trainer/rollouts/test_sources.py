@@ -14,9 +14,10 @@ from prometheus_client import REGISTRY
 from services.clients.replay import ReplayClient
 from services.core.errors import ConfigurationError
 from services.core.sources import Schedule
+from services.protocol.accuracy import GREEDY, Estimate
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import GREEDY, Estimate, RewardResult, RewardStatus
+from services.protocol.rewards import RewardResult, RewardStatus
 from tests.sequences import make_group
 from trainer.checkpoints.state import RunState, note_accuracy
 from trainer.collector import groups_within

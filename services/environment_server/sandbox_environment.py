@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -186,22 +187,16 @@ class Sandboxes(Boxes):
         return Task(row.question, content, tests, str(columns.get("file") or SOLUTION))
 
 
-class Sandboxed(Conversation):
-    """An episode with a box, which starts with the first program."""
+class BoxEpisode(Conversation):
+    """An episode whose answers are programs for a box, or end it."""
 
-    def __init__(self, tasks: Boxes, read: Any) -> None:
-        self._tasks, self._read = tasks, read
-        self._task: Task | None = None
-        self._box: Box | None = None
-        self._left = tasks.settings.text_turns
-        self._seconds = SESSION_SECONDS
+    def __init__(self, tasks: Boxes) -> None:
+        self._tasks = tasks
+        self._left, self._seconds = tasks.settings.text_turns, SESSION_SECONDS
         self._messages: list[dict[str, str]] = []
 
-    async def reset(self, seed: int) -> State:
-        """Show the task."""
-        if self._read is not None:
-            self._task = self._read()
-            self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": self._task.question}]
+    def _ask(self, question: str) -> State:
+        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:
@@ -210,14 +205,53 @@ class Sandboxed(Conversation):
 
     async def close(self) -> None:  # type: ignore[override]
         """End the box."""
+        await self._tasks.on_loop(self._close())
+
+    @abstractmethod
+    async def _step(self, text: str) -> Transition: ...
+
+    @abstractmethod
+    async def _close(self) -> None: ...
+
+    @abstractmethod
+    async def _execute(self, tool: str, program: str) -> Result:
+        """Run a program in the box, for the processor time that is left."""
+
+    async def _output_of(self, text: str) -> str | None:
+        """Return what the program of an answer prints; None for an answer without one."""
+        try:
+            if (program := program_of(text)) is None:
+                return None
+            async with self._tasks.places:
+                result = await self._execute(*program)
+        except ValueError as error:
+            return f"[{first_line(error)}]"
+        self._seconds -= result.cpu_seconds
+        return shown(result) + (TIME_IS_OVER if self._seconds <= 0 else "")
+
+
+class Sandboxed(BoxEpisode):
+    """An episode with a box, which starts with the first program."""
+
+    def __init__(self, tasks: Boxes, read: Any) -> None:
+        super().__init__(tasks)
+        self._read = read
+        self._task: Task | None = None
+        self._box: Box | None = None
+
+    async def reset(self, seed: int) -> State:
+        """Show the task."""
+        if self._read is None:
+            return []
+        self._task = self._read()
+        return self._ask(self._task.question)
+
+    async def _close(self) -> None:
         if self._box is not None:
-            await self._tasks.on_loop(self._box.close())
+            await self._box.close()
 
     async def _step(self, text: str) -> Transition:
-        try:
-            output = await self._run(*program) if (program := program_of(text)) else None
-        except ValueError as error:
-            output = f"[{first_line(error)}]"
+        output = await self._output_of(text)
         self._left -= self._task is not None
         self._messages.append({"role": "assistant", "content": text})
         if output is not None:
@@ -231,16 +265,12 @@ class Sandboxed(Conversation):
             reward = await self._grade(self._task)
         return Transition(list(self._messages), reward, terminated=output is None, truncated=is_over)
 
-    async def _run(self, tool: str, program: str) -> str:
-        """Run a program in the box, and return its output."""
+    async def _execute(self, tool: str, program: str) -> Result:
         limits = self._tasks.limits
-        async with self._tasks.places:
-            if self._box is None:
-                self._box = await self._tasks.started(self._tasks.box(), self._task.files if self._task else {})
-            limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
-            result = found(await execute(self._box, tool, program, limits))
-        self._seconds -= result.cpu_seconds
-        return shown(result) + (TIME_IS_OVER if self._seconds <= 0 else "")
+        if self._box is None:
+            self._box = await self._tasks.started(self._tasks.box(), self._task.files if self._task else {})
+        limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
+        return found(await execute(self._box, tool, program, limits))
 
     async def _grade(self, task: Task) -> float:
         """Return the reward of the box's files, by the tests in a second box."""

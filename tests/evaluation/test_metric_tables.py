@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from evaluation import report
+from evaluation import metrics
 from evaluation.evaluation import Evaluation, SingleTurn
 from evaluation.plan import Checkpoint
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Kind, Sample, open_store
 from services.clients.rollout import SamplingParams
+from services.protocol.accuracy import GREEDY
 from services.protocol.groups import TokenSequence
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import GREEDY, FinishReason, RewardItem, RewardResult, RewardStatus
+from services.protocol.rewards import FinishReason, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
     "right": RewardResult(reward=1.0),
@@ -75,7 +76,7 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
             await evaluation.run()
             assert sorted(asked) == (sorted(RESULTS) if attempt == 0 else ["error"]), "what was judged is kept"
         left_out = evaluation.progress.left_out
-        results = report.results_of(
+        results = metrics.results_of(
             model, PROMPTS, store.samples, settings, left_out=left_out, identity={}, dataset="d", available=12
         )
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
@@ -83,9 +84,9 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
     assert (accuracy.value, accuracy.prompts) == (0.25, 4)
     assert accuracy.stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 4))
     assert (results.over_limit, results.left_out) == (2, {"unscored": 1})
-    assert report.Results.model_validate(results.model_dump()) == results
+    assert metrics.Results.model_validate(results.model_dump()) == results
     printed = io.StringIO()
-    report.show(Console(file=printed, width=160), results)
+    metrics.show(Console(file=printed, width=160), results)
     assert "d test, 5 of 12 prompts" in printed.getvalue()
     assert "left out: 1 unscored" in printed.getvalue()
     assert "counted as wrong, over a limit (samples.jsonl says which): 2" in printed.getvalue()
@@ -98,9 +99,9 @@ def test_categories_are_told_apart_and_prompts_without_one_are_in_none() -> None
     ]
     stored = {sample(prompt).key: sample(prompt) for prompt in prompts}
     given: dict[str, Any] = {"left_out": {}, "identity": {}, "dataset": "d"}
-    results = report.results_of(Checkpoint("m", "org/m"), prompts, stored, EvaluationSettings(), **given)
+    results = metrics.results_of(Checkpoint("m", "org/m"), prompts, stored, EvaluationSettings(), **given)
     assert {name: m[GREEDY].value for name, m in results.categories.items()} == {"easy": 1.0, "hard": 0.0}
-    uncategorised = report.results_of(Checkpoint("m", "org/m"), prompts[2:], stored, EvaluationSettings(), **given)
+    uncategorised = metrics.results_of(Checkpoint("m", "org/m"), prompts[2:], stored, EvaluationSettings(), **given)
     assert uncategorised.categories == {}
 
 
@@ -114,14 +115,14 @@ def test_sources_count_the_same_whatever_their_numbers_of_prompts() -> None:
     ]
     stored = {s.key: s for s in (*(sample(prompt) for prompt in prompts[:4]), sample_of_code(prompts[4]))}
     given: dict[str, Any] = {"left_out": {}, "identity": {}, "dataset": "mix.yaml"}
-    results = report.results_of(Checkpoint("m", "org/m"), prompts, stored, EvaluationSettings(), **given)
+    results = metrics.results_of(Checkpoint("m", "org/m"), prompts, stored, EvaluationSettings(), **given)
     assert {name: m[GREEDY].value for name, m in results.sources.items()} == {"code": 1.0, "maths": 0.25}
     macro = results.metrics[GREEDY]
     assert (macro.value, macro.prompts) == (0.625, 5)
     assert macro.stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 4) / 2)
     assert macro.low == pytest.approx(0.625 - 1.959964 * macro.stderr)
     printed = io.StringIO()
-    report.show(Console(file=printed, width=160), results)
+    metrics.show(Console(file=printed, width=160), results)
     assert "m by source" in printed.getvalue()
 
 

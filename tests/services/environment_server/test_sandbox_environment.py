@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from services.environment_server import sandbox as sandbox_module
-from services.environment_server.sandbox import SHOWN_CHARACTERS, program_of
+from services.environment_server import sandbox_environment as sandbox_module
+from services.environment_server.sandbox_environment import SHOWN_CHARACTERS, program_of
 from services.sandbox.box import Box
 from tests.rows import write_rows
 

@@ -19,9 +19,10 @@ from evaluation.plan import Checkpoint
 from evaluation.settings import EvaluationSettings
 from evaluation.store import Key, Kind, Sample
 from services.core.numbers import quantity
+from services.protocol.accuracy import UNDECIDED, Metrics, estimate, macro_mean
+from services.protocol.accuracy import accuracy as results_accuracy
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import UNDECIDED, FinishReason, Metrics, estimate, macro_mean
-from services.protocol.rewards import accuracy as results_accuracy
+from services.protocol.rewards import FinishReason
 
 RESULTS = "results.json"
 WORKFLOWS = {False: "single-turn", True: "agent"}
@@ -235,7 +236,7 @@ def normalised(text: str) -> str | Fraction:
 
 
 def accuracy(prompts: Sequence[Sequence[Sample]], n: int, ks: Sequence[int]) -> Metrics:
-    """Return the metrics of ``services.protocol.rewards.accuracy`` for the samples of each prompt, and ``maj@k``."""
+    """Return the metrics of ``services.protocol.accuracy.accuracy`` for the samples of each prompt, and ``maj@k``."""
     results = {kind: [[s.result for s in samples if s.kind is kind] for samples in prompts] for kind in Kind}
     metrics = results_accuracy(results[Kind.GREEDY], results[Kind.SAMPLED], n, ks)
     judged = [[s for s in samples if s.kind is Kind.SAMPLED and s.is_correct is not None] for samples in prompts]

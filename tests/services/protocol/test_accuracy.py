@@ -7,15 +7,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from services.protocol.rewards import (
-    RewardResult,
-    RewardStatus,
-    interval,
-    is_correct,
-    is_judged,
-    standard_error,
-    verdicts,
-)
+from services.protocol.accuracy import interval, is_correct, is_judged, standard_error, verdicts
+from services.protocol.rewards import RewardResult, RewardStatus
 
 
 @pytest.mark.parametrize(
