@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -76,7 +77,7 @@ async def _attempt(tasks: HarborTasks, number: int, dataset: str, checks: dict[i
         checks[number] = Check(task.name, task.digest, "", reason="its box was lost", detail=str(error))
         return
     with checks_file(dataset).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(check.record()) + "\n")
+        file.write(json.dumps(asdict(check)) + "\n")
 
 
 def _print(checks: list[Check], refused: dict[str, str], dataset: str) -> None:

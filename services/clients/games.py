@@ -233,6 +233,8 @@ class BoxedProgram:
         task = json.loads(example.for_program())
         request = ProgramRequest(base_url=base_url, api_key=api_key, example=task, **self._fields)
         episode = await _reached(self._environments.begin(seed_of(example), PROGRAM, example.source))
+        # On another server the program would make its calls once more, in the same session.
+        episode.environment = episode.environment.model_copy(update={"deterministic": False})
         try:
             status = StepStatus.REFUSED
             while status is StepStatus.REFUSED:

@@ -8,15 +8,15 @@ answers that replace each Python file of the solution by a hostile one.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from services.core.errors import first_line
 from services.data_server.harbor import Task
 from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.harbor import HarborTasks
 from services.environment_server.trials import SOLUTION, Trial
-from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards, merged
+from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards
 from services.sandbox.box import Files
 
 ATTEMPTS = 2
@@ -100,10 +100,6 @@ class Check:
     detail: str = ""
     seconds: float = 0.0
 
-    def record(self) -> dict[str, object]:
-        """Return it as a line of the file of checks."""
-        return asdict(self)
-
 
 def conditions(tasks: HarborTasks, task: Task) -> str:
     """Return a text that is another one for boxes of other limits, or with other programs."""
@@ -118,29 +114,26 @@ async def check_task(tasks: HarborTasks, task: Task) -> Check:
     """
     started = time.monotonic()
     check = Check(task.name, task.digest, conditions(tasks, task), notes=list(task.notes))
-    verdicts: dict[bool, list[Rewards]] = {True: [], False: []}
-    details: dict[bool, str] = {}
-    for solves in (True, False):
-        for _ in range(ATTEMPTS):
-            rewards, details[solves] = await _attempt(tasks, task, solves=solves)
-            (check.oracle if solves else check.nothing).append(None if rewards is None else rewards["reward"])
-            verdicts[solves].append(rewards or {})
     check.leaks = [*copied_answers(task), *await _looked(tasks, task)]
-    expected = {True: 1.0, False: 0.0}
-    for solves, rewards_of in verdicts.items():
-        if any(rewards.get("reward") != expected[solves] for rewards in rewards_of):
-            check.reason = "its solution does not earn 1" if solves else "doing nothing does not earn 0"
-            check.detail = details[solves] or f"its tests say {[*rewards_of]}"
-            break
-        if rewards_of[0] != rewards_of[-1]:
-            check.reason, check.detail = "its verdicts differ", f"{rewards_of}"
-            break
-    else:
-        check.reason = "a leak" if check.leaks else ""
-        check.detail = "; ".join(check.leaks)
+    attempts = (
+        (check.oracle, 1.0, "its solution does not earn 1"),
+        (check.nothing, 0.0, "doing nothing does not earn 0"),
+    )
+    for earned, expected, reason in attempts:
+        verdicts = []
+        for _ in range(ATTEMPTS):
+            rewards, detail = await _attempt(tasks, task, solves=earned is check.oracle)
+            earned.append(None if rewards is None else rewards["reward"])
+            verdicts.append(rewards)
+        if not check.reason and set(earned) != {expected}:
+            check.reason, check.detail = reason, detail or f"its tests say {verdicts}"
+        elif not check.reason and verdicts[0] != verdicts[-1]:
+            check.reason, check.detail = "its verdicts differ", f"{verdicts}"
+    if check.leaks and not check.reason:
+        check.reason, check.detail = "a leak", "; ".join(check.leaks)
     check.passes = not check.reason
     if check.passes:
-        check.weaknesses = [weakness async for weakness in _weaknesses(tasks, task)]
+        check.weaknesses = await _weaknesses(tasks, task)
     check.seconds = round(time.monotonic() - started, 2)
     return check
 
@@ -185,37 +178,30 @@ async def _looked(tasks: HarborTasks, task: Task) -> list[str]:
     return result.stdout.decode("utf-8", "replace").splitlines()
 
 
-async def _weaknesses(tasks: HarborTasks, task: Task) -> AsyncIterator[str]:
-    """Yield what hostile answers can do in place of the files of the solution."""
+async def _weaknesses(tasks: HarborTasks, task: Task) -> list[str]:
+    """Return what hostile answers can do in place of the files of the solution."""
+    named: set[str] = set()
     async with tasks.places, Trial(tasks, task, scratch=SOLUTION) as trial:
-        named: set[str] = set()
+
+        async def judged(left: Files, replaced: dict[str, bytes]) -> tuple[bool, bool]:
+            """Return whether files earn 1, and whether they have read the tests."""
+            try:
+                rewards, was_read = await trial.judge(Files(left | replaced, left.executable), _MARKER)
+            except NoRewardError:
+                return False, False
+            return rewards["reward"] == 1.0, was_read
+
         while True:
             await trial.solve()
-            left = await trial.left()
-            own = trial.original
-            made = {path for path, content in (left or {}).items() if own.get(path) != content}
-            programs = [path for path in made if path.endswith(".py")]
+            left = await trial.left() or Files()
+            programs = [path for path in left if path.endswith(".py") and trial.original.get(path) != left[path]]
             # A program that the tests do not run, and that no result depends on, shows nothing.
-            if left is not None and programs and not await _earns(trial, left, dict.fromkeys(programs, _FAILS)):
+            if programs and not (await judged(left, dict.fromkeys(programs, _FAILS)))[0]:
                 for name, source in _HOSTILE.items():
-                    if await _earns(trial, left, dict.fromkeys(programs, source.encode())):
+                    if (await judged(left, dict.fromkeys(programs, source.encode())))[0]:
                         named.add(name)
-                read = {path: _READS.encode() + left[path] for path in programs}
-                try:
-                    if (await trial.judge(merged(own, Files(left | read, left.executable)), _MARKER))[1]:
-                        named.add("reads the tests while they run it")
-                except NoRewardError:
-                    pass
+                if (await judged(left, {path: _READS.encode() + left[path] for path in programs}))[1]:
+                    named.add("reads the tests while they run it")
             await trial.grade()
             if not await trial.go_on():
-                break
-    for name in sorted(named):
-        yield name
-
-
-async def _earns(trial: Trial, left: Files, hostile: dict[str, bytes]) -> bool:
-    try:
-        rewards, _ = await trial.judge(merged(trial.original, Files(left | hostile, left.executable)))
-    except NoRewardError:
-        return False
-    return rewards["reward"] == 1.0
+                return sorted(named)

@@ -148,7 +148,7 @@ class Trial:
         left = await self.left()
         rewards = {"reward": 0.0}
         if left is not None:
-            rewards, _ = await self.judge(merged(self.original, left))
+            rewards, _ = await self.judge(left)
         self.verdicts.append(rewards)
         return rewards
 
@@ -206,8 +206,8 @@ class Trial:
             return None
         return saved
 
-    async def judge(self, files: Files, marker: str = "") -> tuple[Rewards, bool]:
-        """Return the rewards of files by the step's tests in a new box, and whether a file ``marker`` was made there.
+    async def judge(self, left: Files, marker: str = "") -> tuple[Rewards, bool]:
+        """Return the rewards of what was left, by the step's tests in a new box, and whether ``marker`` was made there.
 
         Raises:
             NoRewardError, DependencyLostError: as ``grade``.
@@ -222,7 +222,7 @@ class Trial:
             places = (*task.places, VERDICTS, VERIFIER_HOME)
             box = self._tasks.box(self.limits, Layout(places, mounts, pipes, os.geteuid() != 0), task.image)
             try:
-                await self._tasks.started(box, files)
+                await self._tasks.started(box, merged(self.original, left))
                 environment["AS_ANSWER"] = box.as_answer(["/python"], task.places)
                 server = ["sh", task.server, task.health_command or "sleep 1", f"{seconds / STEPS_PARTS:g}"]
                 result = found(

@@ -212,6 +212,8 @@ def test_agents_and_environments_are_looked_for(here, capfd, monkeypatch):
         (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=preset:nosuch"], "codex"),
         (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=preset:codex"], "make harnesses PRESETS=codex"),
         (AGENT, ["ROLLOUT=program", "AGENT=", "AGENT_COMMAND=cd . && A=1 nosuchprogram"], None),
+        (AGENT, ["DATASET=harbor:tasks", "AGENT=my_methods:solve"], "ROLLOUT is agent, but the tasks"),
+        (AGENT, ["DATASET=harbor:tasks", "ROLLOUT=program", "AGENT=", "AGENT_COMMAND=true"], "environment.yaml"),
         (ENVIRONMENT, ["ENVIRONMENT=nowhere:Game"], "ENVIRONMENT"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Empty"], "ENVIRONMENT"),
         (ENVIRONMENT, ["ENVIRONMENT=my_game:Door"], "my_game:Door"),

@@ -98,6 +98,28 @@ else:
     assert model.authorization == {"Bearer t"}, "the key of the server, which the program does not have"
 
 
+@pytest.mark.parametrize("path", ["/finish", "/v1/../finish", "/v1/%2e%2e/finish", "/v1/a/..%2f..%2ffinish"])
+async def test_a_program_reaches_no_route_of_its_session_but_the_models(path: str) -> None:
+    model = Model({"content": "?"})
+    asked = []
+
+    @model.app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def any_other(path: str) -> str:
+        asked.append(path)
+        return "reached"
+
+    code = f"""
+say(messages)
+import http.client, urllib.parse
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+connection = http.client.HTTPConnection(url.hostname, url.port)
+connection.request("POST", url.path.removesuffix("/v1") + {path!r}, body="{{}}")
+give(float(connection.getresponse().status))
+"""
+    assert (await play(model, code)).reward == 404
+    assert asked == []
+
+
 async def test_a_stream_reaches_the_program_as_it_comes() -> None:
     model = Model({"content": "?"})
     events = [b"data: {}\n\n", b"data: [DONE]\n\n"]

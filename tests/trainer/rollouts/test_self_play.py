@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from services.clients.games import Seat
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.games import NAMES, draw_heaps
