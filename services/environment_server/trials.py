@@ -119,7 +119,7 @@ class Trial:
         """
         box = await self._opened()
         found(await box.load(files))
-        environment = self.own_environment | variables
+        environment = {**self.own_environment, **variables}
         return found(await box.exec(words, stdin=stdin, limits=limits, environment=environment))
 
     async def solve(self) -> Result:
