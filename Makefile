@@ -31,7 +31,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-harbor demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,11 @@ demo-agent: $(VENV)/.agent $(MODEL)/config.json  ## the same model learns to use
 
 demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns to play a game of an environment-server
 	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-environment.env $(DEMO)
+
+demo-harbor: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns tasks in Harbor's format, in boxes of bubblewrap
+	$(RUN) -m toys.shell_tasks .cache/shell-tasks
+	$(GRPO) tasks check .cache/shell-tasks
+	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-harbor.env --small $(DEMO)
 
 demo-mix: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns sums, questions of a file and the game in one run
 	$(GRPO) run jobgroups/environment.yaml --env-file examples/demo-mix.env --num-nodes ppo-trainer=1 --num-nodes rollout-server=1 $(DEMO)
