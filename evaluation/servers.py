@@ -144,11 +144,10 @@ async def servers_for(plan: Plan, say: Say) -> AsyncIterator[Servers]:
             text = found.get(f"{task}-0:{endpoints.PORTS[task][0]}")
             return parse_url(text) if text else None
 
-        reward_url = plan.servers.reward_url
-        reward = parse_url(reward_url) if reward_url else address(Task.REWARD_SERVER)
-        reward = reward or endpoints.endpoint(Task.REWARD_SERVER)
-        environments = address(Task.ENVIRONMENT_SERVER)
-        yield Servers(engine, reward, address(Task.GATEWAY), environments, start_seconds, watch_all)
+        url = plan.servers.reward_url
+        reward = (parse_url(url) if url else address(Task.REWARD_SERVER)) or endpoints.endpoint(Task.REWARD_SERVER)
+        agents = address(Task.GATEWAY), address(Task.ENVIRONMENT_SERVER)
+        yield Servers(engine, reward, *agents, start_seconds, watch_all)
 
 
 async def _until_exists(path: Path) -> None:
