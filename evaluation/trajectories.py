@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import itertools
 import json
 import statistics
@@ -30,7 +31,7 @@ from rich.table import Table
 from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
-from evaluation.store import check_identity, locked_file, sha256_of
+from evaluation.store import check_identity, locked_file
 from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -258,7 +259,7 @@ def _check_manifest(
         stats = policy.stats()
         if "file" in stats:
             manifest[f"policies.{name}.version"] = stats["version"]
-            manifest[f"policies.{name}.sha256"] = sha256_of(Path(stats["file"]))
+            manifest[f"policies.{name}.sha256"] = hashlib.sha256(Path(stats["file"]).read_bytes()).hexdigest()
     path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
     if is_used and not path.exists():
         raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")
