@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Runs the quick tests in rooms that differ as machines do, as root on Linux, and prints a table of outcomes:
 #   tests/machines.sh [ROOM...]   with TESTS=tests/services/core for some of them
+# odd: a proxy that refuses, LC_ALL=C, another TMPDIR, under nohup.
 # Each room has a clone of the last commit and an environment of its own, in /var/tmp/grpo-rooms, which stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="bare whole system user space proxy locale tmpdir nohup busy newest"
+all="bare whole system user space odd busy newest"
 rooms=/var/tmp/grpo-rooms
 root=$PWD
 newest=$(ls -d "$HOME"/.pyenv/versions/3.1[2-9].*/bin/python /usr/bin/python3.1[2-9] 2> /dev/null | tail -1 || true)
@@ -48,10 +49,11 @@ room() {
   cd "$folder"
   case $1 in
     bare) without bwrap chromium chromium-headless-shell ip gcc cc node -- "${run[@]}" ;;
-    proxy) HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 http_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9 "${run[@]}" ;;
-    locale) LC_ALL=C LANG=C "${run[@]}" ;;
-    tmpdir) mkdir -p "$rooms/temporary" && TMPDIR=$rooms/temporary "${run[@]}" ;;
-    nohup) nohup "${run[@]}" ;;
+    odd)
+      mkdir -p "$rooms/temporary"
+      HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 http_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9 \
+        LC_ALL=C LANG=C TMPDIR=$rooms/temporary nohup "${run[@]}"
+      ;;
     busy) make --no-print-directory test-busy TESTS="${TESTS:-}" ;;
     *) "${run[@]}" ;;
   esac

@@ -73,7 +73,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         Exception: the error that the lifecycle failed with.
     """
     lifecycle: Lifecycle = app.state.lifecycle
-    config = server_config(app, lifespan="on", timeout_graceful_shutdown=DRAIN_SECONDS, timeout_keep_alive=30)
+    config = server_config(app, lifespan="on", timeout_graceful_shutdown=DRAIN_SECONDS)
     _Server(config, lifecycle).run(sockets=[listener])
     if lifecycle.failure is not None:
         raise lifecycle.failure
@@ -228,6 +228,8 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         server_header=False,
+        # Longer than clients keep idle connections (KEEP_ALIVE_SECONDS): else one side closes what the other uses.
+        timeout_keep_alive=30,
         **options,
     )
 

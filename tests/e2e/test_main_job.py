@@ -376,7 +376,7 @@ def test_steps_follow_one_another_without_a_gap(finished: System) -> None:
     # Those of the trainer's second life: their seconds are the time between their records.
     first, *others = [record for record in finished.metrics() if record["step"] > int(resumed)]
     passed = others[-1]["time"] - first["time"]
-    assert sum(record["seconds_step"] for record in others) == pytest.approx(passed, rel=0.02, abs=0.1)
+    assert sum(record["seconds_step"] for record in others) == pytest.approx(passed, rel=0.05, abs=0.3)
 
 
 def test_every_token_is_of_the_newest_version(finished: System) -> None:

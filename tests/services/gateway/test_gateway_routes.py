@@ -287,7 +287,7 @@ def test_the_time_to_read_calls_is_in_proportion_to_the_text() -> None:
     for part in parts:
         for text in ("<tool_call>" + part * 30_000, '<tool_call>{"a":"' + part * 30_000):
             parse_calls(text)
-    assert time.process_time() - started < 4, "in proportion to its square it takes minutes"
+    assert time.process_time() - started < 15, "in proportion to its square it takes minutes"
 
 
 async def test_a_thought_that_the_generation_prompt_begins_has_no_calls(

@@ -90,7 +90,7 @@ async def test_what_may_pass_is_tried_again_and_counted(
     trouble: tuple[int, str, str] | float | None, retries: Retries
 ) -> None:
     # Where an answer comes, it may take its time.
-    seconds = 0.5 if isinstance(trouble, float) else IDLE_SECONDS
+    seconds = 1.0 if isinstance(trouble, float) else IDLE_SECONDS
     with capture_logs() as logs:
         async with listening(Script([trouble, trouble, GOOD])) as script, client(script, timeout=seconds) as http:
             assert (await http.call("POST", "/ask", Answer, {"a": 1})).answer == 42
