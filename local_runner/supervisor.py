@@ -22,7 +22,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -109,7 +108,7 @@ class Supervisor:
         self._run = run
         self._report = report
         self._start_node = start_node or self._start_here
-        self._end_nodes = end_nodes or partial(asyncio.to_thread, processes.end)
+        self._end_nodes: EndNodes = end_nodes or (lambda *ends: asyncio.to_thread(processes.end, *ends))
         self._records = {task.name: _Record() for task in run.group.tasks}
         self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._impatient = threading.Event()
