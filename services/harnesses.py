@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -40,7 +40,7 @@ _PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """A command-line agent. In its command and its files, ``Preset`` fills in what begins with $."""
+    """A command-line agent. In ``arguments``, ``files`` and ``variables``, ``Preset`` fills in what begins with $."""
 
     name: str
     package: str
@@ -51,32 +51,27 @@ class Harness:
     """Packages that are installed with it, with their versions."""
     first_prompt: int
     """Tokens of the first prompt without the task, with tools, in SmolLM2's tokenizer and Qwen2.5's chat template."""
-    command: str
-    """As in a shell, seen from HARNESSES: variables, the executable and its arguments."""
+    variables: Mapping[str, str]
+    program: str
+    """Its executable, below HARNESSES."""
+    arguments: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents by paths below the home directory."""
     answer: Callable[[str, Path], str | None]
     """Returns the answer, given the standard output and the home directory; None if the turn limit ended it."""
 
+    @classmethod
+    def of(cls, name: str, command: str, **fields: Any) -> Self:
+        """Return a harness by its command as in a shell, seen from HARNESSES, and its other fields."""
+        words = shlex.split(command)
+        variables = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
+        program, *arguments = words[len(variables) :]
+        return cls(name=name, variables=variables, program=program, arguments=arguments, **fields)
+
     @property
     def packages(self) -> tuple[str, ...]:
         """All packages as npm or pip installs them, with their versions; the first one is the harness itself."""
         return f"{self.package}{'==' if self.is_python else '@'}{self.version}", *self.others
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Its environment."""
-        return dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, shlex.split(self.command)))
-
-    @property
-    def program(self) -> str:
-        """Its executable, below HARNESSES."""
-        return shlex.split(self.command)[len(self.variables)]
-
-    @property
-    def arguments(self) -> list[str]:
-        """The words after the executable."""
-        return shlex.split(self.command)[len(self.variables) + 1 :]
 
     @property
     def record(self) -> str:
@@ -172,12 +167,9 @@ _OPENCODE = """{
 
 
 _HARNESSES = (
-    Harness(
-        name="claude-code",
-        package="@anthropic-ai/claude-code",
-        version="2.1.332",
-        first_prompt=1110,
-        command=f"""
+    Harness.of(
+        "claude-code",
+        f"""
             ANTHROPIC_API_KEY=$key ANTHROPIC_BASE_URL=$root ANTHROPIC_DEFAULT_HAIKU_MODEL=policy ANTHROPIC_MODEL=policy
             CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING=1 CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS=1
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 CLAUDE_CODE_MAX_OUTPUT_TOKENS=$output CLAUDE_CODE_MAX_RETRIES=0
@@ -186,47 +178,50 @@ _HARNESSES = (
             --strict-mcp-config --setting-sources user --tools Bash,Read,Edit --system-prompt "{_PROMPT}"
             --max-turns $turns -- $task
         """,
+        package="@anthropic-ai/claude-code",
+        version="2.1.332",
+        first_prompt=1110,
         answer=_claude_answer,
     ),
-    Harness(
-        name="codex",
-        package="@openai/codex",
-        version="0.171.0",
-        first_prompt=770,
-        command="""
+    Harness.of(
+        "codex",
+        """
             OPENAI_API_KEY=$key npm/node_modules/.bin/codex exec --ephemeral --strict-config --skip-git-repo-check
             --output-last-message $home/answer.txt --dangerously-bypass-approvals-and-sandbox -- $task
         """,
+        package="@openai/codex",
+        version="0.171.0",
+        first_prompt=770,
         files={".codex/config.toml": _CODEX, "instructions.md": _PROMPT},
         answer=lambda _output, home: (home / "answer.txt").read_text(),
     ),
-    Harness(
-        name="mini-swe-agent",
-        package="mini-swe-agent",
-        version="2.4.6",
-        is_python=True,
-        others=("litellm==1.110.2",),
-        first_prompt=190,
-        command="""
+    Harness.of(
+        "mini-swe-agent",
+        """
             LITELLM_LOCAL_MODEL_COST_MAP=True MSWEA_CONFIGURED=true MSWEA_COST_TRACKING=ignore_errors
             MSWEA_SILENT_STARTUP=1 OPENAI_API_KEY=$key
             python/bin/mini --yolo --exit-immediately --cost-limit 0 --model openai/policy
             --config $home/mini.yaml --output $home/trajectory.json --task $task
         """,
+        package="mini-swe-agent",
+        version="2.4.6",
+        is_python=True,
+        others=("litellm==1.110.2",),
+        first_prompt=190,
         files={"mini.yaml": _MINI},
         answer=_mini_answer,
     ),
-    Harness(
-        name="opencode",
-        package="opencode-ai",
-        version="1.18.33",
-        first_prompt=2860,
+    Harness.of(
+        "opencode",
         # Without npm_config_offline it would ask the registry for its plugins in each new home.
-        command=f"""
+        f"""
             OPENCODE_CONFIG_CONTENT={shlex.quote(_OPENCODE)} OPENCODE_DISABLE_AUTOUPDATE=1
             OPENCODE_DISABLE_LSP_DOWNLOAD=1 OPENCODE_DISABLE_MODELS_FETCH=1 OPENCODE_DISABLE_PROJECT_CONFIG=1
             npm_config_offline=true npm/node_modules/.bin/opencode run --pure --format json -- $task
         """,
+        package="opencode-ai",
+        version="1.18.33",
+        first_prompt=2860,
         answer=_opencode_answer,
     ),
 )

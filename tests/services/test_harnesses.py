@@ -63,12 +63,12 @@ def scripted(tmp_path: Path, code: str, **fields: Any) -> Harness:
     program = tmp_path / "harness"
     program.write_text(f"#!{sys.executable} -S\n{ASKS}{code}")
     program.chmod(0o755)
-    return Harness(
-        name="scripted",
+    return Harness.of(
+        "scripted",
+        f"URL=$url KEY=$key SIZES='$context $output $turns' {shlex.quote(str(program))} $task",
         package="scripted",
         version="1.0.0",
         first_prompt=100,
-        command=f"URL=$url KEY=$key SIZES='$context $output $turns' {shlex.quote(str(program))} $task",
         answer=lambda output, _home: output,
         **fields,
     )
