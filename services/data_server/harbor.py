@@ -391,8 +391,10 @@ def _copies(context: Path, words: Sequence[str], workdir: str) -> dict[str, Path
 # --- a dataset --------------------------------------------------------------------------------------------------------
 
 
-def task_folders(dataset: str) -> list[Path]:
-    """Return the directories of the tasks that ``harbor:DIR`` names: of DIR, DIR/tasks, DIR itself, or a list file.
+def read_tasks(dataset: str) -> tuple[dict[int, Task], dict[str, TaskRefusedError]]:
+    """Return the tasks that can be done by their numbers, and why others cannot by their directories.
+
+    ``harbor:DIR`` names the directories in DIR or DIR/tasks, DIR itself, or those that a list file names.
 
     Raises:
         ConfigurationError: there is none.
@@ -404,24 +406,15 @@ def task_folders(dataset: str) -> list[Path]:
     elif (place / "task.toml").is_file():
         folders = [place]
     else:
-        folders = sorted(found.parent for pattern in ("*", "tasks/*") for found in place.glob(f"{pattern}/task.toml"))
+        folders = sorted(file.parent for pattern in ("*", "tasks/*") for file in place.glob(f"{pattern}/task.toml"))
     if not folders:
         raise ConfigurationError(
             f"DATASET {dataset!r}: {place} has no directory with a task.toml, seen from {Path.cwd()}; name a directory "
             "of tasks, or a file with a directory a line"
         )
-    return folders
-
-
-def read_tasks(dataset: str) -> tuple[dict[int, Task], dict[str, TaskRefusedError]]:
-    """Return the tasks that can be done by their numbers, and why others cannot by their names.
-
-    Raises:
-        ConfigurationError: there is no task.
-    """
     tasks: dict[int, Task] = {}
     refused: dict[str, TaskRefusedError] = {}
-    for folder in task_folders(dataset):
+    for folder in folders:
         try:
             task = read_task(folder)
             if (other := tasks.setdefault(task.number, task)) is not task:
