@@ -160,7 +160,8 @@ def _make_model(
         architecture: Any = Architecture(config)
     else:
         # It needs transformers with torch, which an engine of a known family does not import.
-        from services.embedded_engine.any_model import AnyArchitecture, AnyModel, StateCache
+        from services.embedded_engine.any_model import AnyArchitecture, AnyModel
+        from services.embedded_engine.state_cache import StateCache
 
         architecture = AnyArchitecture(config)
     context_length = min(settings.engine_context_length or architecture.max_positions or max_tokens, max_tokens)
