@@ -64,7 +64,8 @@ def loads_of(ranks: Ranks, model: Path) -> list[tuple[float, float]]:
     found = []
     for way in WAYS.values():
         laid_out = ranks.laid_out(Layout(way.get("layout", "tree")))
-        learner = rank_jobs.make_learner(laid_out, model, **{"layout": "tree", "learning_rate": 1e-12} | way)
+        settings: dict[str, Any] = {"layout": "tree", "learning_rate": 1e-12} | way
+        learner = rank_jobs.make_learner(laid_out, model, **settings)
         learner.policy.expert_load.__class__ = Counted
         metric = learner.update(GROUPS, 0).metrics[COLUMN]
         found.append((metric, cast("Counted", learner.policy.expert_load).choices))
