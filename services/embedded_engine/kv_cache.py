@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,18 +34,7 @@ def round_up(length: int, step: int = STEP) -> int:
     return -(-length // step) * step
 
 
-class Prefix(Protocol):
-    """What is kept of the tokens with which a prompt begins, for a model's prefill."""
-
-    @property
-    def length(self) -> int:
-        """The number of tokens that need no prefill, less than the prompt has."""
-
-
-P = TypeVar("P", bound=Prefix)
-
-
-class Prefixes(ABC, Generic[P]):
+class Prefixes(ABC):
     """What is kept of at most ``max_tokens`` tokens, apart for requests with the adapter and without."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -61,8 +50,11 @@ class Prefixes(ABC, Generic[P]):
         self.generation += 1
 
     @abstractmethod
-    def find(self, use_adapter: bool, tokens: Sequence[int]) -> P:
-        """Return the longest known beginning of ``tokens``, whose last one is always computed for its logits."""
+    def find(self, use_adapter: bool, tokens: Sequence[int]) -> Any:
+        """Return what a model's prefill needs of the longest known beginning of ``tokens``.
+
+        Its ``length`` is the number of tokens that need no prefill, all but one at most.
+        """
 
     @abstractmethod
     def insert(self, use_adapter: bool, tokens: Sequence[int], read: Callable[[int, int], Any]) -> None:
@@ -76,7 +68,7 @@ class Prefixes(ABC, Generic[P]):
 class Rows(ABC):
     """The cache of the running sequences, in rows without holes, for at most ``max_tokens`` tokens in all."""
 
-    def __init__(self, max_tokens: int, max_rows: int, prefixes: Prefixes[Any]) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, prefixes: Prefixes) -> None:
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.prefixes = prefixes
@@ -254,11 +246,11 @@ class KeysValues:
 
     @property
     def length(self) -> int:
-        """See Prefix."""
+        """The number of their tokens."""
         return sum(part.shape[3] for part in self.parts)
 
 
-class PrefixCache(Prefixes[KeysValues]):
+class PrefixCache(Prefixes):
     """Keys and values of ended sequences, as a tree."""
 
     def __init__(self, max_tokens: int) -> None:

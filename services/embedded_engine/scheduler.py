@@ -17,7 +17,7 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.kv_cache import Prefix, Prefixes, Rows
+from services.embedded_engine.kv_cache import Prefixes, Rows
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of, top_logprobs
 
@@ -365,17 +365,17 @@ class Admission:
     entry: QueueEntry
     sequences: list[Sequence]
     rows: slice
-    prefix: Prefix | None
+    prefix: Any
+    """What ``Prefixes.find`` returned; None if it was not asked."""
 
     @property
     def num_cached(self) -> int:
         """The number of tokens that need no prefill."""
-        return self.prefix.length if self.prefix is not None else 0
+        length: int = self.prefix.length if self.prefix is not None else 0
+        return length
 
 
-def choose(
-    queue: deque[QueueEntry], cache: Rows, prefixes: Prefixes[Any], running: int, budget: int
-) -> list[Admission]:
+def choose(queue: deque[QueueEntry], cache: Rows, prefixes: Prefixes, running: int, budget: int) -> list[Admission]:
     """Take entries from the queue, in order, as far as rows and prompt tokens allow.
 
     Args:
@@ -412,15 +412,14 @@ def choose(
     return chosen
 
 
-def _find_prefix(prefixes: Prefixes[Any], entry: QueueEntry) -> Prefix | None:
+def _find_prefix(prefixes: Prefixes, entry: QueueEntry) -> Any:
     """Return what is kept of an entry's tokens, if it may be used."""
     if entry.cached is not None or entry.request.logprob_start is not None or not prefixes.max_tokens:
         return None
-    prefix: Prefix = prefixes.find(entry.request.use_adapter, entry.tokens)
-    return prefix
+    return prefixes.find(entry.request.use_adapter, entry.tokens)
 
 
-def _shares_more(prefixes: Prefixes[Any], admission: Admission, other: Admission) -> bool:
+def _shares_more(prefixes: Prefixes, admission: Admission, other: Admission) -> bool:
     """Return whether ``admission`` could take many more tokens from the prefix cache after the prefill of ``other``."""
     entry, before = admission.entry, other.entry
     if entry.cached or entry.request.logprob_start is not None or not other.sequences:

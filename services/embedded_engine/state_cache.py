@@ -73,7 +73,7 @@ class _Kept:
     """The digests of its tokens up to the end of each earlier piece."""
 
 
-class StatePrefixes(Prefixes[Beginning]):
+class StatePrefixes(Prefixes):
     """States after pieces of prompts, of at most ``max_tokens`` tokens in all; the least recently used goes first.
 
     Kept are the state with which a prompt's next turn begins, that of the whole prompt, and that after which a prompt
