@@ -86,15 +86,7 @@ def share(
 
 
 def level(
-    column: str,
-    text: str,
-    *,
-    below: float,
-    by: Statistic = median,
-    steps: int = 5,
-    least: int = 3,
-    after: int = 0,
-    where: str | None = None,
+    column: str, text: str, *, below: float, by: Statistic = median, steps: int = 5, where: str | None = None
 ) -> Check:
     """Return the check that a column's numbers are low.
 
@@ -102,17 +94,15 @@ def level(
         column: of metrics.jsonl.
         text: the evidence, with a place for the number.
         below: smallest usual number.
-        by: makes one number of those of the newest steps.
+        by: makes one number of those of the newest steps, which must be three.
         steps: newest steps.
-        least: steps among them that must have a number.
-        after: steps that the run must have.
         where: a column that must not be 0 there.
     """
 
     def check(run: History) -> Iterator[Evidence]:
         numbers = run.numbers(column, steps, where)
-        if len(run.rows) >= after and len(numbers) >= least and (number := by(numbers)) < below:
-            yield Evidence(text.format(number), least)
+        if len(numbers) >= 3 and (number := by(numbers)) < below:
+            yield Evidence(text.format(number), 3)
 
     return check
 
@@ -384,6 +374,12 @@ def _entropy(run: History) -> Iterator[Evidence]:
         yield Evidence(text, severity=NOTE if mean >= 0.9 * best > 0 else DOUBT)
 
 
+def _critic(run: History) -> Iterator[Evidence]:
+    shares = run.numbers("explained_variance")
+    if len(run.rows) >= 50 and len(shares) == WINDOW and median(shares) < 0.02:
+        yield Evidence(f"the critic explains {median(shares):.2f} of the returns' variance", WINDOW)
+
+
 def _teacher(run: History) -> Iterator[Evidence]:
     distances, overlaps = run.numbers("teacher_k1", 3), run.numbers("teacher_overlap")
     if len(distances) == 3 and fmean(distances) > 4.0:
@@ -508,9 +504,7 @@ RULES = (
          "the reward pays length, or the policy degenerates", f"{SAMPLES_PAGE}; OVERLONG_BUFFER, AGGREGATION"),
     Rule("entropy", DOUBT, LIKELY, "The policy has settled, although its answers are not right.", _entropy,
          "the policy has settled on answers that are not right", "Lower LEARNING_RATE, or set ENTROPY_COEF=0.001"),
-    Rule("critic", DOUBT, LIKELY, "The critic explains nothing of the returns.",
-         level("explained_variance", "the critic explains {:.2f} of the returns' variance", below=0.02, steps=WINDOW,
-               least=WINDOW, after=50),
+    Rule("critic", DOUBT, LIKELY, "The critic explains nothing of the returns.", _critic,
          "the critic has not learned", "Raise CRITIC_LEARNING_RATE, CRITIC_WARMUP_STEPS"),
     Rule("teacher", DOUBT, LIKELY, "The teacher finds nearly all of the policy's tokens unlikely.", _teacher,
          "teacher and policy have other tokens, templates or prompts",
