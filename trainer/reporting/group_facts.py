@@ -144,6 +144,6 @@ def _tools(group: Group) -> Sums:
 
 def _correlation(rewards: NDArray[np.float64], others: Sequence[float]) -> list[float]:
     """Return 1 and the correlation of answers' rewards with other numbers; nothing if either are all equal."""
-    if rewards.std() == 0 or np.std(others) == 0:
-        return []
-    return [1.0, float(np.corrcoef(rewards, others)[0, 1])]
+    if rewards.std() > 0 and np.std(others) > 0:
+        return [1.0, float(np.corrcoef(rewards, others)[0, 1])]
+    return []
