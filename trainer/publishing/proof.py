@@ -259,17 +259,14 @@ class Prover:
 
     def metrics(self, verdicts: Sequence[Verdict], refused: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a publication's proofs; ``seconds`` went by while workers answered the text."""
-        told_apart = [verdict for verdict in verdicts if verdict.share is not None]
-        served = [verdict.served for verdict in told_apart if verdict.served is not None]
+        shares = [(verdict.share, verdict.served) for verdict in verdicts if verdict.share is not None]
         found: dict[str, float | None] = {
             "workers_proven": sum(known.is_proven for known in self._workers.values()),
             "workers_refused": refused,
             "proof_seconds": self._pause + seconds,
             "probe_difference": max((verdict.difference for verdict in verdicts), default=None),
-            "probe_delivered": min(
-                (verdict.share for verdict in told_apart if verdict.share is not None), default=None
-            ),
-            "served_version": min(served, default=None),
+            "probe_delivered": min((share for share, _ in shares), default=None),
+            "served_version": min((served for _, served in shares if served is not None), default=None),
         }
         self._pause = 0.0
         for known in self._workers.values():
@@ -340,20 +337,19 @@ def name_part(kl: float, residual: float, usual: float, staleness: float) -> tup
         usual: the same over the fixed text.
         staleness: the largest of a group, in versions.
     """
-    start = f"kl_behaviour is {kl:.2g} nats a token;"
+    start = f"kl_behaviour is {kl:.2g} nats a token; with the same version, engine and trainer differ by {residual:.2g}"
     if residual > max(NOISE_FACTOR * usual, EXACT_NOISE):
         return "numeric", (
-            f"{start} with the same version, engine and trainer differ by {residual:.2g} nats on its completions "
-            f"and by {usual:.2g} on the fixed text: compare the types in the lines `computing` of both logs, "
-            "positions, packing and the model's configuration"
+            f"{start} nats on its completions and by {usual:.2g} on the fixed text: compare the types in the lines "
+            "`computing` of both logs, positions, packing and the model's configuration"
         )
     if staleness:
         return "stale", (
-            f"{start} its tokens are up to {staleness:g} versions old, and with the same version engine and trainer "
-            f"differ by {residual:.2g} nats only: lower MAX_STALENESS or LEARNING_RATE"
+            f"{start} nats only, and its tokens are up to {staleness:g} versions old: lower MAX_STALENESS or "
+            "LEARNING_RATE"
         )
     return "sampling", (
-        f"{start} engine and trainer agree on its completions ({residual:.2g} nats), so their tokens are of another "
-        "distribution than the one that is trained: compare TEMPERATURE, top-p, top-k and penalties, also those in "
-        "generation_config.json, and the tokens of the chat template"
+        f"{start} nats only, so its tokens are of another distribution than the one that is trained: compare "
+        "TEMPERATURE, top-p, top-k and penalties, also those in generation_config.json, and the tokens of the chat "
+        "template"
     )
