@@ -242,7 +242,8 @@ async def answer(engine: Engine, evidence: Evidence, *, by_adapter: bool) -> Ans
 
 async def difference(engine: Engine, version: int, evidence: Evidence) -> Answers:
     """Return by how much an engine's answers by the model alone differ from the trainer's of a version."""
-    return await answer(engine, evidence, by_adapter=False) - np.array(evidence.answers[version])
+    found: Answers = await answer(engine, evidence, by_adapter=False) - np.array(evidence.answers[version])
+    return found
 
 
 async def prove(engine: Engine, version: int, evidence: Evidence, *, is_adapter: bool) -> None:

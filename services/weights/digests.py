@@ -29,14 +29,14 @@ def digest(tensor: Tensor) -> str:
     """
     values = tensor.detach().reshape(-1).cpu()
     if values.dtype is torch.bfloat16:
-        return f"{zlib.crc32(values.view(torch.uint8).numpy()):08x}"
+        return f"{zlib.crc32(values.view(torch.uint8).numpy().data):08x}"
     bits = values.float().numpy().view(np.uint32)
     if np.bitwise_or.reduce(bits) & 0xFFFF:
-        return f"{zlib.crc32(bits):08x}"
+        return f"{zlib.crc32(bits.data):08x}"
     # bfloat16 holds the upper half of such numbers. They are hashed in blocks that the processor's cache holds.
     crc = 0
     for start in range(0, len(bits), BLOCK):
-        crc = zlib.crc32((bits[start : start + BLOCK] >> 16).astype(np.uint16), crc)
+        crc = zlib.crc32((bits[start : start + BLOCK] >> 16).astype(np.uint16).data, crc)
     return f"{crc:08x}"
 
 
