@@ -134,9 +134,8 @@ def rules_table() -> str:
     """Return the table of the rules that judge a run."""
     lines = ["## What it says", "", "| finding | severity | symptom | cause | remedy |", "|---|---|---|---|---|"]
     for rule in RULES:
-        symptom = (inspect.getdoc(rule.check) or "").splitlines()[0]
         cause = f"{rule.certainty}: {rule.cause}" if rule.cause else "named by the failure"
-        lines.append(f"| {rule.name} | {rule.severity} | {symptom} | {cause} | {rule.remedy} |")
+        lines.append(f"| {rule.name} | {rule.severity} | {rule.symptom} | {cause} | {rule.remedy} |")
     return "\n".join([*lines, ""])
 
 

@@ -31,6 +31,7 @@ from services.core.logs import get_logger
 from services.embedded_engine.adapters import LowRank
 from services.embedded_engine.state_cache import Beginning, StateCache, piece_ends
 from services.embedded_engine.weights import WeightsError, refuse
+from services.weights.digests import digest
 
 log = get_logger(__name__)
 
@@ -219,7 +220,7 @@ class AnyModel:
         tensors |= {f"{name}.weight": linear.weight for name, linear in self._packed.items()}
         own, bias = self._output.linear.weight, self._output.bias
         embedding = self._decoder.get_input_embeddings().weight
-        if f"{head}.weight" in self.architecture.parameters or not torch.equal(own, embedding.to(own)):
+        if f"{head}.weight" in self.architecture.parameters or digest(own) != digest(embedding):
             tensors[f"{head}.weight"] = own
         if bias is not None:
             tensors[f"{head}.bias"] = bias

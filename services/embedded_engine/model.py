@@ -29,6 +29,7 @@ from services.core.linear import Head, Linear, make_linear
 from services.embedded_engine.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.kv_cache import STEP, KeysValues, KVCache, round_up
 from services.embedded_engine.weights import Architecture
+from services.weights.digests import digest
 
 CHUNK = 128
 """Values summed by one product."""
@@ -154,7 +155,7 @@ def named_weights(architecture: Architecture, weights: Weights) -> Iterator[tupl
 
     yield "model.embed_tokens.weight", weights.embedding
     yield "model.norm.weight", weights.norm
-    if not architecture.has_tied_embeddings or not torch.equal(head := weights.head.weight, weights.embedding.to(head)):
+    if not architecture.has_tied_embeddings or digest(weights.head.weight) != digest(weights.embedding):
         yield "lm_head.weight", weights.head.weight
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
