@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,11 +56,6 @@ def locked_file(path: Path, option: str) -> Iterator[BinaryIO]:
         # What could not be written has been an error already.
         with suppress(OSError):
             file.close()
-
-
-def sha256_of(path: Path) -> str:
-    """Return the digest of a file, of a policy for example."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_identity(path: Path, identity: Mapping[str, Any], *, is_used: bool, option: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import itertools
 import json
 import statistics
@@ -30,7 +31,7 @@ from rich.table import Table
 from typer import Option
 
 from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
-from evaluation.store import check_identity, locked_file, sha256_of
+from evaluation.store import check_identity, locked_file
 from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -258,7 +259,7 @@ def _check_manifest(
         stats = policy.stats()
         if "file" in stats:
             manifest[f"policies.{name}.version"] = stats["version"]
-            manifest[f"policies.{name}.sha256"] = sha256_of(Path(stats["file"]))
+            manifest[f"policies.{name}.sha256"] = hashlib.sha256(Path(stats["file"]).read_bytes()).hexdigest()
     path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
     if is_used and not path.exists():
         raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")
@@ -379,6 +380,13 @@ def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))
 
 
+Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
+ShardEpisodes = Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")]
+AtOnce = Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")]
+Work = Callable[[Options, Callable[[str], None]], Awaitable[dict[str, Any]]]
+"""Plays and writes what ``Options.save_to`` lacks, with a line for each file, and returns the results."""
+
+
 def main(
     policies: Annotated[
         str,
@@ -392,24 +400,18 @@ def main(
         str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1.")
     ] = None,
     episodes: Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")] = 100,
-    seed: Annotated[
-        int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")
-    ] = 0,
-    shard_episodes: Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")] = 256,
-    at_once: Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")] = 256,
+    seed: Seed = 0,
+    shard_episodes: ShardEpisodes = 256,
+    at_once: AtOnce = 256,
 ) -> None:
     """Play episodes of policies in an environment and write every step to Parquet files."""
     logs.configure("generate_trajectories", "warning")
     options = Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to)
-
-    async def work() -> None:
-        _show(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
-
-    run(work, "trajectories", save_to)
+    run(generate, _show, options, "trajectories")
 
 
-def run(work: Callable[[], Awaitable[None]], command: str, save_to: Path) -> NoReturn:
-    """Do the work of a command that writes to a directory, and exit.
+def run(work: Work, show: Callable[[dict[str, Any], Path], None], options: Options, command: str) -> NoReturn:
+    """Do the work of a command that writes to a directory, show its results, and exit.
 
     Raises:
         DependencyLostError: the work was interrupted; the message says how to continue.
@@ -417,12 +419,13 @@ def run(work: Callable[[], Awaitable[None]], command: str, save_to: Path) -> NoR
 
     async def resumable() -> None:
         try:
-            await work()
+            results = await work(options, lambda line: print(line, file=sys.stderr, flush=True))
+            show(results, options.save_to)
         except (DependencyLostError, ProblemError) as error:
             reason = error.detail if isinstance(error, ProblemError) else str(error)
             raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
 
-    stopped = f"{command}: stopped by {{}}; the same command continues from {save_to}"
+    stopped = f"{command}: stopped by {{}}; the same command continues from {options.save_to}"
     raise typer.Exit(asyncio.run(run_until_signal(resumable(), stopped)))
 
 
@@ -491,20 +494,14 @@ def evaluate_policy(
     policies: Annotated[str, Option(help="The policy to load, name=target as in HEAD_POLICIES.")],
     environment: Annotated[str, Option(help="As ENVIRONMENT of an environment server.")] = "CartPole-v1",
     episodes: Annotated[int, Option(min=1, help="Episodes to play.")] = 100,
-    at_once: Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")] = 256,
-    shard_episodes: Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")] = 256,
-    seed: Annotated[
-        int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")
-    ] = 0,
+    at_once: AtOnce = 256,
+    shard_episodes: ShardEpisodes = 256,
+    seed: Seed = 0,
 ) -> None:
     """Play episodes of a policy and write returns, their mean and its interval to results.json."""
     logs.configure("evaluate_policy", "warning")
     options = Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to, is_single=True)
-
-    async def work() -> None:
-        _show_alone(await evaluate_alone(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
-
-    run(work, "evaluate-policy", save_to)
+    run(evaluate_alone, _show_alone, options, "evaluate-policy")
 
 
 def _show_alone(results: dict[str, Any], save_to: Path) -> None:

@@ -267,10 +267,8 @@ def _check_model_code(settings: RolloutSettings, n_gpus: int) -> None:
     config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
     if config is None or "auto_map" not in config or choose_engine(settings, n_gpus).kind is not EngineKind.EMBEDDED:
         return
-    if (
-        importlib.util.find_spec("transformers") is None
-    ):  # Only the tasks' own environments have it; the engine's start says the same.
-        return
+    if importlib.util.find_spec("transformers") is None:
+        return  # only the tasks' own environments have it; the engine's start says the same
     if config.get("model_type") not in importlib.import_module("transformers").CONFIG_MAPPING:
         raise ConfigurationError(
             f"MODEL_NAME={settings.model_name}: model type {config.get('model_type')!r} is code that comes with the "

@@ -28,7 +28,7 @@ from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_object, read_records, remove_directory, saved_steps, write_json
 from services.core.run_ids import RUN_ID
-from services.run_page.directory import FORK, MAYBE, RUNNING, RUNS, Run, find_run
+from services.run_page.directory import FORK, MAYBE, RUNNING, Run, find_run
 
 
 def main(
@@ -38,11 +38,10 @@ def main(
     run_id: Annotated[str | None, typer.Option(help="Name of the new run. Default: RUN-at-STEP.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the command, and write nothing.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the new run directory, and start nothing.")] = False,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Start a new run from a step of another, with its weights, optimizer, data, buffer and random state."""
     console = Console(file=standard_output())
-    fork = Fork(Run(find_run(run, below).path.resolve()), at, env or [], run_id)
+    fork = Fork(Run(find_run(run).path.resolve()), at, env or [], run_id)
     launched = fork.describe(console, is_prepared=prepare)
     if dry_run:
         return

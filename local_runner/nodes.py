@@ -13,7 +13,6 @@ import os
 import random
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,11 +242,6 @@ def check_gpus(run: LocalRun) -> None:
                 f"they may use {', '.join(sorted(set(gpus)))} here. Give --num-nodes {task.name}=1, or "
                 f"--env {VISIBLE_GPUS_VARIABLE}= to compute on the processor"
             )
-
-
-def new_run_id(group: JobGroup) -> str:
-    """Return a run id that sorts by time."""
-    return f"{group.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], directory: Path) -> dict[str, str]:

@@ -46,7 +46,8 @@ def marked(*prefixes: str) -> list[psutil.Process]:
                     continue
                 environment = process.environ()
                 if f"{environment.get(MARK, '')}/".startswith(below):
-                    found.update(_with_descendants(process))
+                    # A child may have overwritten its environment, as setproctitle does.
+                    found.update({one.pid: one for one in (process, *process.children(recursive=True))})
                 elif not environment:
                     without_environment.append(process)
         # A process has no environment for a moment in the middle of an exec; one may also have none for good.
@@ -54,11 +55,6 @@ def marked(*prefixes: str) -> list[psutil.Process]:
         if candidates:
             time.sleep(EXEC_SECONDS)
     return list(found.values())
-
-
-def _with_descendants(process: psutil.Process) -> dict[int, psutil.Process]:
-    # A child may have overwritten its environment, as setproctitle does.
-    return {one.pid: one for one in (process, *process.children(recursive=True))}
 
 
 def end(prefixes: Sequence[str], grace_seconds: float, hurry: threading.Event | None = None) -> None:

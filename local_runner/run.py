@@ -97,10 +97,11 @@ def planned(launch: Launch, run_id: str | None, *, own_hosts: bool | None = None
         ConfigurationError: the command line or the job group's file is wrong, or there are no free addresses.
     """
     group, overrides = launch.group()
+    new = f"{group.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with nodes.allocate(group, own_hosts=own_hosts) as addresses:
         yield LocalRun(
             group=group,
-            run_id=run_id or overrides.environment.get("RUN_ID") or nodes.new_run_id(group),
+            run_id=run_id or overrides.environment.get("RUN_ID") or new,
             shared_dir=launch.shared_dir.resolve(),
             addresses=addresses,
             gpus=machine.visible_gpus(),

@@ -109,9 +109,8 @@ def logs(
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only this many of the last lines.")] = None,
 ) -> None:
     """Show the logs of a run's components, in the order of time."""
-
-    run, tasks = choose_run(names or [])
-    show_logs(Console(), run, tasks, last=lines, follow=follow)
+    run, tasks = named_run(names[0]) if names else None, names or []
+    show_logs(Console(), run or find_run(None), tasks[1:] if run else tasks, last=lines, follow=follow)
 
 
 class Log:
@@ -131,17 +130,6 @@ class Log:
             if (match := TIMESTAMP.match(text)) is not None:
                 self._time = f"{match[1]}T{match[2]}"
             yield self._time, self.node, text
-
-
-def choose_run(names: list[str]) -> tuple[Run, list[str]]:
-    """Return the run and the tasks that ``names`` give: the first may be a run, by default the newest.
-
-    Raises:
-        ConfigurationError: there is no run.
-    """
-    if names and (run := named_run(names[0])) is not None:
-        return run, names[1:]
-    return find_run(None), names
 
 
 def show_logs(console: Console, run: Run, tasks: list[str], *, last: int | None, follow: bool) -> None:

@@ -108,7 +108,7 @@ class Supervisor:
         self._run = run
         self._report = report
         self._start_node = start_node or self._start_here
-        self._end_nodes = end_nodes or _end_here
+        self._end_nodes: EndNodes = end_nodes or (lambda *ends: asyncio.to_thread(processes.end, *ends))
         self._records = {task.name: _Record() for task in run.group.tasks}
         self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._impatient = threading.Event()
@@ -280,10 +280,6 @@ class Supervisor:
             env=node_environment(self._run, task, rank),
             start_new_session=True,
         )
-
-
-async def _end_here(marks: list[str], grace_seconds: float, hurry: threading.Event) -> None:
-    await asyncio.to_thread(processes.end, marks, grace_seconds, hurry)
 
 
 def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:

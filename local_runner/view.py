@@ -206,7 +206,8 @@ class View:
         if stats is not None:
             self._total_steps, activity = stats["total_steps"], stats["activity"]
         elif self._states[Task.TRAINER, 0] in STARTING:
-            asked = {node: state for node, state in self.states.items() if self._address(node) is not None}
+            endpoints = self._run.addresses.endpoints
+            asked = {node: state for node, state in self.states.items() if health_address(endpoints, node) is not None}
             missing = ", ".join(node for node, state in asked.items() if state in STARTING)
             done = f"{list(asked.values()).count('up')} of {len(asked)} up"
             activity = {"what": f"waiting for {missing}", "done": done, "since": self._changed, "until": None}
@@ -214,9 +215,6 @@ class View:
             return  # a trainer at work may be too busy to answer
         if self._report_timer.is_due(activity["since"], is_early=not self._seconds):
             self._say(in_words(activity), "dim")
-
-    def _address(self, node: str) -> str | None:
-        return health_address(self._run.addresses.endpoints, node)
 
     def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
         """Say that a task which watched the run for this view ended with an error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from local_runner.view import STYLES
 from services.core.errors import ConfigurationError
-from services.run_page.directory import RUNS, find_run
+from services.run_page.directory import find_run
 from services.run_page.rules import NOTE, RULES
 
 FOUND = 3
@@ -25,10 +24,9 @@ def main(
         str | None, typer.Argument(metavar="[RUN]", help="Id or directory. Default: the newest run below runs/.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Say what is wrong with a run, under way, ended or copied. Exit code 3: something is."""
-    judged = find_run(run, below)
+    judged = find_run(run)
     found, steps = judged.findings(), len(judged.steps())
     if not steps:
         raise ConfigurationError(f"{judged.path} has no step yet; grpo status says what it waits for")

@@ -22,7 +22,7 @@ from rich.text import Text
 from services.core import logs
 from services.core.endpoints import ENDPOINTS_VARIABLE, TRAINER_RENDEZVOUS_PORT, Task
 from services.core.errors import ConfigurationError, exit_code_of
-from services.run_page.directory import RUNS, find_run
+from services.run_page.directory import find_run
 from trainer.__main__ import launch_ranks, leave
 from trainer.reporting.group_records import GroupRecords
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainer.explain import Compared, Explanation, GroupReport, Silence
 
 Run = Annotated[str, typer.Argument(help="Id or directory of the run.")]
-Below = Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with every number instead of text.")]
 SHOWN_GROUPS = 3
 """The groups whose completions the text shows; JSON has all."""
@@ -40,18 +39,17 @@ def main(
     run: Run,
     step: Annotated[int, typer.Option(min=1, help="The step.")],
     as_json: AsJson = False,
-    below: Below = RUNS,
 ) -> None:
     """Compute a step of a run again, to the bit, and show which groups and tokens moved the weights."""
-    in_ranks(find_run(run, below).path, step, as_json=as_json)
+    in_ranks(find_run(run).path, step, as_json=as_json)
 
 
-def verify(run: Run, as_json: AsJson = False, below: Below = RUNS) -> None:
+def verify(run: Run, as_json: AsJson = False) -> None:
     """Compute all recorded steps of a run again, and compare with its checkpoints to the bit. Exit code 1: they differ.
 
     It answers whether another torch, transformers or machine trains the same.
     """
-    run_dir = find_run(run, below).path
+    run_dir = find_run(run).path
     steps = GroupRecords(run_dir).steps
     if not steps:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from services.core.files import atomic_write
 from services.protocol.groups import Group, GroupFileHead, group_file
 from services.protocol.prompts import Split
 from services.protocol.rewards import FinishReason
-from services.run_page.directory import RUNS, find_run
+from services.run_page.directory import find_run
 from trainer.reporting.group_records import GroupRecords
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def main(
     where: Annotated[str, typer.Argument(metavar="[EXPRESSION]", help=CONDITION)] = "",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answers. Default: only count.")] = None,
     per_prompt: Annotated[int, typer.Option(min=1, metavar="K", help="Most answers of a prompt.")] = 4,
-    below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:
     """Select answers that a run was trained on, token for token."""
-    run_dir = find_run(run, below).path
+    run_dir = find_run(run).path
     records = GroupRecords(run_dir)
     if not records.steps:
         raise ConfigurationError(

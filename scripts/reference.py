@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,17 +114,19 @@ def metrics_tables() -> str:
     """Return the tables of metrics with their labels, and of the columns of metrics.jsonl with the metric of each."""
     from trainer.reporting.metrics import DERIVED, MEASURES, NAMED
 
-    of_columns = {measure.name for measure in MEASURES}
+    measures = [*MEASURES, *(measure for measure, _ in NAMED)]
+    columns: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for measure in measures:
+        columns[measure.help, measure.name].append(f"`{measure.column}`")
+    metrics = exported()
+    names = {name: f"`{name}{{{','.join(metric.labels)}}}`".replace("{}", "") for name, metric in metrics.items()}
     lines = ["## All metrics", "", "| metric | meaning |", "|---|---|"]
-    for name, metric in exported().items():
-        if name not in of_columns:
-            labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
-            kind = "Histogram: " if metric.kind == "histogram" else ""
-            lines.append(f"| `{name}{labels}` | {kind}{metric.help} |")
+    for name in metrics.keys() - {measure.name for measure in measures}:
+        kind = "Histogram: " if metrics[name].kind == "histogram" else ""
+        lines.append(f"| {names[name]} | {kind}{metrics[name].help} |")
+    lines[4:] = sorted(lines[4:])
     lines += ["", "## Columns of metrics.jsonl", "", "| column | meaning | metric |", "|---|---|---|"]
-    for measure in (*MEASURES, *(measure for measure, _ in NAMED)):
-        values = ",".join(f'{name}="{value}"' for name, value in measure.labels.items())
-        lines.append(f"| `{measure.column}` | {measure.help} | `{measure.name}{f'{{{values}}}' if values else ''}` |")
+    lines += [f"| {', '.join(of_metric)} | {text} | {names[name]} |" for (text, name), of_metric in columns.items()]
     return "\n".join([*lines, *(f"| `{column}` | {text} | |" for column, text in DERIVED.items()), ""])
 
 
@@ -131,9 +134,8 @@ def rules_table() -> str:
     """Return the table of the rules that judge a run."""
     lines = ["## What it says", "", "| finding | severity | symptom | cause | remedy |", "|---|---|---|---|---|"]
     for rule in RULES:
-        symptom = (inspect.getdoc(rule.check) or "").splitlines()[0]
         cause = f"{rule.certainty}: {rule.cause}" if rule.cause else "named by the failure"
-        lines.append(f"| {rule.name} | {rule.severity} | {symptom} | {cause} | {rule.remedy} |")
+        lines.append(f"| {rule.name} | {rule.severity} | {rule.symptom} | {cause} | {rule.remedy} |")
     return "\n".join([*lines, ""])
 
 
@@ -145,40 +147,17 @@ def models_table() -> str:
     from trainer.model.attention import obstacle_to_trees
     from trainer.model.families import FAMILIES
 
-    lines = ["## Families", "", f"| {' | '.join(_OF_FAMILY)} |", "|---" * len(_OF_FAMILY) + "|"]
+    columns = "models | model_type | layers | layout | LoRA | embedded engine | SGLang | calls of tools | what has run"
+    lines = ["## Families", "", f"| {columns} |", f"|{'---|' * 9}"]
     for family in FAMILIES:
         layout = "rows" if obstacle_to_trees(AutoConfig.for_model(family.kind, **family.options)) else "trees"
         lora = "yes" if family.has_adapters else "no"
         engine = "packed" if family.kind in PACKED else "transformers'"
         sglang = "its own" if family.is_in_sglang else "transformers'"
-        cells = [
-            family.models,
-            f"`{family.kind}`",
-            family.layers,
-            layout,
-            lora,
-            engine,
-            sglang,
-            family.calls,
-            family.ran,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        known = [f"`{family.kind}`", family.layers, layout, lora, engine, sglang, family.calls, family.ran]
+        lines.append(f"| {' | '.join([family.models, *known])} |")
     return "\n".join([*lines, ""])
 
-
-_OF_FAMILY = (
-    *(
-        "models",
-        "model_type",
-        "layers",
-        "layout",
-        "LoRA",
-        "embedded engine",
-        "SGLang",
-        "calls of tools",
-        "what has run",
-    ),
-)
 
 PAGES = {
     ROOT / "docs/configuration.md": settings_tables,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -17,9 +16,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -36,41 +36,48 @@ _PROMPT = (
     "You solve the user's task with your tools, in the current directory. "
     "When you are done, reply with your answer as plain text, without calling a tool."
 )
-_MINI_PROMPT = (
-    "You solve the user's task with the tool bash, in the current directory. "
-    "When you are done, call it with: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 'your answer'"
-)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Harness:
     """A command-line agent. In ``arguments``, ``files`` and ``variables``, ``Preset`` fills in what begins with $."""
 
     name: str
-    packages: tuple[str, ...]
-    """As npm or pip installs them, with their versions; the first one is the harness itself."""
-    program: str
-    """Its executable, below HARNESSES."""
-    record: str
-    """A pattern, below HARNESSES, of a file or directory that names the installed version."""
+    package: str
+    version: str
+    is_python: bool = False
+    """True if pip installs it, False if npm does."""
+    others: tuple[str, ...] = ()
+    """Packages that are installed with it, with their versions."""
     first_prompt: int
     """Tokens of the first prompt without the task, with tools, in SmolLM2's tokenizer and Qwen2.5's chat template."""
-    arguments: tuple[str, ...]
-    answer: Callable[[str, Path], str | None]
-    """Returns the answer, given the standard output and the home directory; None if the turn limit ended it."""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str]
+    program: str
+    """Its executable, below HARNESSES."""
+    arguments: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents by paths below the home directory."""
+    answer: Callable[[str, Path], str | None]
+    """Returns the answer, given the standard output and the home directory; None if the turn limit ended it."""
+
+    @classmethod
+    def of(cls, name: str, command: str, **fields: Any) -> Self:
+        """Return a harness by its command as in a shell, seen from HARNESSES, and its other fields."""
+        words = shlex.split(command)
+        variables = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
+        program, *arguments = words[len(variables) :]
+        return cls(name=name, variables=variables, program=program, arguments=arguments, **fields)
 
     @property
-    def version(self) -> str:
-        """The pinned version."""
-        return self.packages[0].rpartition("=" if self.is_python else "@")[2]
+    def packages(self) -> tuple[str, ...]:
+        """All packages as npm or pip installs them, with their versions; the first one is the harness itself."""
+        return f"{self.package}{'==' if self.is_python else '@'}{self.version}", *self.others
 
     @property
-    def is_python(self) -> bool:
-        """True if pip installs it, False if npm does."""
-        return "==" in self.packages[0]
+    def record(self) -> str:
+        """A pattern, below HARNESSES, of a file or directory that names the installed version."""
+        library = f"python/lib/python*/site-packages/{self.package.replace('-', '_')}-{self.version}.dist-info"
+        return library if self.is_python else f"npm/node_modules/{self.package}/package.json"
 
     @property
     def is_installed(self) -> bool:
@@ -86,10 +93,6 @@ def _claude_answer(output: str, _home: Path) -> str | None:
     return None if result["subtype"] == "error_max_turns" else str(result["result"])
 
 
-def _codex_answer(_output: str, home: Path) -> str:
-    return (home / "answer.txt").read_text()
-
-
 def _mini_answer(_output: str, home: Path) -> str | None:
     info = json.loads((home / "trajectory.json").read_text())["info"]
     return None if info["exit_status"] == "LimitsExceeded" else str(info["submission"])
@@ -98,11 +101,6 @@ def _mini_answer(_output: str, home: Path) -> str | None:
 def _opencode_answer(output: str, _home: Path) -> str:
     events = [json.loads(line) for line in output.splitlines() if line.startswith('{"type":"text"')]
     return str(events[-1]["part"]["text"]) if events else ""
-
-
-def _as_template(configuration: Mapping[str, Any]) -> str:
-    """Return a configuration as JSON in which numbers are filled in."""
-    return re.sub(r'"(\$(?:turns|context|output))"', r"\1", json.dumps(configuration))
 
 
 _CODEX = """
@@ -118,10 +116,10 @@ check_for_update_on_startup = false
 project_doc_max_bytes = 0
 include_environment_context = false
 include_permissions_instructions = false
-[analytics]
-enabled = false
-[history]
-persistence = "none"
+analytics.enabled = false
+history.persistence = "none"
+skills = { include_instructions = false, bundled.enabled = false }
+tools.experimental_request_user_input.enabled = false
 [features]
 apps = false
 goals = false
@@ -129,11 +127,6 @@ multi_agent = false
 plugins = false
 shell_snapshot = false
 view_image = false
-[skills]
-include_instructions = false
-bundled.enabled = false
-[tools]
-experimental_request_user_input = { enabled = false }
 [model_providers.gateway]
 name = "gateway"
 base_url = "$url"
@@ -144,112 +137,92 @@ stream_max_retries = 0
 """
 """Without multi_agent and web_search codex offers functions only, which is what the gateway takes."""
 
-_MINI = {
-    "agent": {"system_template": _MINI_PROMPT, "instance_template": "{{task}}", "step_limit": "$turns"},
-    "model": {"model_kwargs": {"api_base": "$url", "drop_params": True}},
-}
+_MINI = """
+agent:
+  system_template: "You solve the user's task with the tool bash, in the current directory. When you are done, call it
+    with: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 'your answer'"
+  instance_template: "{{task}}"
+  step_limit: $turns
+model:
+  model_kwargs: {api_base: "$url", drop_params: true}
+"""
 
-_OPENCODE = {
-    "model": "gateway/policy",
-    "small_model": "gateway/policy",
-    "autoupdate": False,
-    "share": "disabled",
-    "snapshot": False,
-    # A tool that is denied is not offered; the tool task would begin a second conversation.
-    "permission": {"*": "deny", "bash": "allow", "edit": "allow", "read": "allow", "external_directory": "allow"},
-    "enabled_providers": ["gateway"],
-    "compaction": {"auto": False, "prune": False},
-    "agent": {"title": {"disable": True}, "build": {"prompt": _PROMPT}},
-    "provider": {
-        "gateway": {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "$url", "apiKey": "$key"},
-            "models": {"policy": {"limit": {"context": "$context", "output": "$output"}}},
-        }
-    },
-}
+# A tool that is denied is not offered; the tool task would begin a second conversation.
+_OPENCODE = """{
+  "model": "gateway/policy",
+  "small_model": "gateway/policy",
+  "autoupdate": false,
+  "share": "disabled",
+  "snapshot": false,
+  "permission": {"*": "deny", "bash": "allow", "edit": "allow", "read": "allow", "external_directory": "allow"},
+  "enabled_providers": ["gateway"],
+  "compaction": {"auto": false, "prune": false},
+  "agent": {"title": {"disable": true}, "build": {"prompt": "PROMPT"}},
+  "provider": {"gateway": {
+    "npm": "@ai-sdk/openai-compatible",
+    "options": {"baseURL": "$url", "apiKey": "$key"},
+    "models": {"policy": {"limit": {"context": $context, "output": $output}}}
+  }}
+}""".replace("PROMPT", _PROMPT)
+
 
 _HARNESSES = (
-    Harness(
-        name="claude-code",
-        packages=("@anthropic-ai/claude-code@2.1.332",),
-        program="npm/node_modules/.bin/claude",
-        record="npm/node_modules/@anthropic-ai/claude-code/package.json",
+    Harness.of(
+        "claude-code",
+        f"""
+            ANTHROPIC_API_KEY=$key ANTHROPIC_BASE_URL=$root ANTHROPIC_DEFAULT_HAIKU_MODEL=policy ANTHROPIC_MODEL=policy
+            CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING=1 CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS=1
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 CLAUDE_CODE_MAX_OUTPUT_TOKENS=$output CLAUDE_CODE_MAX_RETRIES=0
+            CLAUDE_CODE_TMPDIR=$home DISABLE_AUTOUPDATER=1 DISABLE_COMPACT=1 IS_SANDBOX=1 MAX_THINKING_TOKENS=0
+            npm/node_modules/.bin/claude --bare --print --output-format json --dangerously-skip-permissions
+            --strict-mcp-config --setting-sources user --tools Bash,Read,Edit --system-prompt "{_PROMPT}"
+            --max-turns $turns -- $task
+        """,
+        package="@anthropic-ai/claude-code",
+        version="2.1.332",
         first_prompt=1110,
-        arguments=(
-            *("--bare", "--print", "--output-format", "json", "--dangerously-skip-permissions", "--strict-mcp-config"),
-            *("--setting-sources", "user", "--tools", "Bash,Read,Edit", "--system-prompt", _PROMPT),
-            *("--max-turns", "$turns", "--", "$task"),
-        ),
         answer=_claude_answer,
-        variables={
-            "ANTHROPIC_API_KEY": "$key",
-            "ANTHROPIC_BASE_URL": "$root",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "policy",
-            "ANTHROPIC_MODEL": "policy",
-            "CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING": "1",
-            "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$output",
-            "CLAUDE_CODE_MAX_RETRIES": "0",
-            "CLAUDE_CODE_TMPDIR": "$home",
-            "DISABLE_AUTOUPDATER": "1",
-            "DISABLE_COMPACT": "1",
-            "IS_SANDBOX": "1",
-            "MAX_THINKING_TOKENS": "0",
-        },
     ),
-    Harness(
-        name="codex",
-        packages=("@openai/codex@0.171.0",),
-        program="npm/node_modules/.bin/codex",
-        record="npm/node_modules/@openai/codex/package.json",
+    Harness.of(
+        "codex",
+        """
+            OPENAI_API_KEY=$key npm/node_modules/.bin/codex exec --ephemeral --strict-config --skip-git-repo-check
+            --output-last-message $home/answer.txt --dangerously-bypass-approvals-and-sandbox -- $task
+        """,
+        package="@openai/codex",
+        version="0.171.0",
         first_prompt=770,
-        arguments=(
-            *("exec", "--ephemeral", "--strict-config", "--skip-git-repo-check", "--output-last-message"),
-            *("$home/answer.txt", "--dangerously-bypass-approvals-and-sandbox", "--", "$task"),
-        ),
-        answer=_codex_answer,
-        variables={"OPENAI_API_KEY": "$key"},
         files={".codex/config.toml": _CODEX, "instructions.md": _PROMPT},
+        answer=lambda _output, home: (home / "answer.txt").read_text(),
     ),
-    Harness(
-        name="mini-swe-agent",
-        packages=("mini-swe-agent==2.4.6", "litellm==1.110.2"),
-        program="python/bin/mini",
-        record="python/lib/python*/site-packages/mini_swe_agent-2.4.6.dist-info",
+    Harness.of(
+        "mini-swe-agent",
+        """
+            LITELLM_LOCAL_MODEL_COST_MAP=True MSWEA_CONFIGURED=true MSWEA_COST_TRACKING=ignore_errors
+            MSWEA_SILENT_STARTUP=1 OPENAI_API_KEY=$key
+            python/bin/mini --yolo --exit-immediately --cost-limit 0 --model openai/policy
+            --config $home/mini.yaml --output $home/trajectory.json --task $task
+        """,
+        package="mini-swe-agent",
+        version="2.4.6",
+        is_python=True,
+        others=("litellm==1.110.2",),
         first_prompt=190,
-        arguments=(
-            *("--yolo", "--exit-immediately", "--cost-limit", "0", "--model", "openai/policy"),
-            *("--config", "$home/mini.yaml", "--output", "$home/trajectory.json", "--task", "$task"),
-        ),
+        files={"mini.yaml": _MINI},
         answer=_mini_answer,
-        variables={
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_SILENT_STARTUP": "1",
-            "OPENAI_API_KEY": "$key",
-        },
-        files={"mini.yaml": _as_template(_MINI)},
     ),
-    Harness(
-        name="opencode",
-        packages=("opencode-ai@1.18.33",),
-        program="npm/node_modules/.bin/opencode",
-        record="npm/node_modules/opencode-ai/package.json",
+    Harness.of(
+        "opencode",
+        # Without npm_config_offline it would ask the registry for its plugins in each new home.
+        f"""
+            OPENCODE_CONFIG_CONTENT={shlex.quote(_OPENCODE)} OPENCODE_DISABLE_AUTOUPDATE=1
+            OPENCODE_DISABLE_LSP_DOWNLOAD=1 OPENCODE_DISABLE_MODELS_FETCH=1 OPENCODE_DISABLE_PROJECT_CONFIG=1
+            npm_config_offline=true npm/node_modules/.bin/opencode run --pure --format json -- $task
+        """,
+        package="opencode-ai",
+        version="1.18.33",
         first_prompt=2860,
-        arguments=("run", "--pure", "--format", "json", "--", "$task"),
         answer=_opencode_answer,
-        variables={
-            "OPENCODE_CONFIG_CONTENT": _as_template(_OPENCODE),
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-            "OPENCODE_DISABLE_MODELS_FETCH": "1",
-            "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
-            # It would ask the registry for its plugins in each new home.
-            "npm_config_offline": "true",
-        },
     ),
 )
 PRESETS = {harness.name: harness for harness in _HARNESSES}
@@ -302,12 +275,7 @@ def check_context(harness: Harness, max_turn_tokens: int, context: int) -> None:
 
 
 def program_of(command: str, max_turns: int, max_turn_tokens: int) -> Program:
-    """Return the program of an AGENT_COMMAND: a preset or a shell command.
-
-    Args:
-        command: AGENT_COMMAND.
-        max_turns: AGENT_MAX_TURNS.
-        max_turn_tokens: MAX_NEW_TOKENS.
+    """Return the program of AGENT_COMMAND, a preset or a shell command, given AGENT_MAX_TURNS and MAX_NEW_TOKENS.
 
     Raises:
         ConfigurationError: the preset does not exist, or its harness is not installed.
@@ -406,13 +374,13 @@ def install(names: Sequence[str]) -> None:
     """
     chosen = [harness for name in names if (harness := harness_of(PREFIX + name)) is not None]
     of_pip, of_npm = ([p for h in chosen if h.is_python is own for p in h.packages] for own in (True, False))
-    python = HARNESSES / "python"
+    if of_npm and shutil.which("npm") is None:
+        raise ConfigurationError(f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer")
     commands: list[tuple[str | Path, ...]] = []
     if of_npm:
-        if shutil.which("npm") is None:
-            raise ConfigurationError(f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer")
         commands.append(("npm", "install", "--prefix", HARNESSES / "npm", "--no-audit", "--no-fund", *of_npm))
     if of_pip:
+        python = HARNESSES / "python"
         commands.append((sys.executable, "-m", "venv", python))
         commands.append((python / "bin/python", "-m", "pip", "install", "--quiet", *of_pip))
     for command in commands:

@@ -83,7 +83,8 @@ class TrainingLoop:
         )
         self.status.refusals = self.publisher.prover.refusals
         save, store = on_all_ranks(rank_calls.save_checkpoint), rank_calls.checkpoints
-        self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, store, save, on_all_ranks)
+        replay = self.services.save_replay, self.services.forget_replay
+        self.checkpoints = RunCheckpoints(self.settings, self.state, *replay, store, save, on_all_ranks)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services.ask_engines)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
         self.has_waves = self.settings.trains_while_generating(are_tiers_apart=tiers_are_apart())

@@ -133,7 +133,8 @@ class Recomputation:
         self.learner.total_steps = head.total_steps
         result = update_models(self.learner, self.critic, groups, self.step, head.position, waves=head.waves)
         self.step = head.step
-        recorded = recorded_metrics(self.run_dir, head.step)
+        lines = read_records(self.run_dir / "metrics.jsonl")
+        recorded: dict[str, Any] = next((line for line in lines if line["step"] == head.step), {})
         both = [name for name in result.metrics if name in recorded]
         pairs = {name: (recorded[name], _as_json(result.metrics[name])) for name in both}
         unlike = [Difference(name=n, recorded=then, recomputed=now) for n, (then, now) in pairs.items() if then != now]
@@ -170,11 +171,6 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 def checkpoints(run_dir: Path) -> list[int]:
     """Return the steps of a run's checkpoints, in order, after 0, the step of the model with which it began."""
     return [0, *saved_steps(run_dir / "checkpoints")]
-
-
-def recorded_metrics(run_dir: Path, step: int) -> dict[str, Any]:
-    """Return a step's line of metrics.jsonl; empty without one."""
-    return next((line for line in read_records(run_dir / "metrics.jsonl") if line["step"] == step), {})
 
 
 class SettingsAsRecorded(TrainerSettings):

@@ -29,32 +29,21 @@ class ReplayClient(ServiceClient):
 
     task = Task.REPLAY_BUFFER
 
-    async def add(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> wire.AddGroupsReply:
+    async def add(self, groups: Sequence[Group]) -> wire.AddGroupsReply:
         """Store groups; a group whose id the buffer has already stays as it is."""
-        return await self._add("/groups", groups, priorities)
+        return await self._add("/groups", groups)
 
-    async def enqueue(
-        self, groups: Sequence[Group], priorities: Sequence[float] | None = None, collector: str = ""
-    ) -> wire.AddGroupsReply:
+    async def enqueue(self, groups: Sequence[Group], collector: str = "") -> wire.AddGroupsReply:
         """Append fresh groups to the queue; a group whose id the buffer has already stays as it is.
 
         Their prompts are no longer in flight at the ``collector`` of that name.
         """
-        return await self._add("/queue", groups, priorities, {"collector": collector} if collector else None)
+        return await self._add("/queue", groups, collector=collector)
 
-    async def _add(
-        self,
-        path: str,
-        groups: Sequence[Group],
-        priorities: Sequence[float] | None,
-        params: dict[str, str] | None = None,
-    ) -> wire.AddGroupsReply:
-        if priorities is not None and len(priorities) != len(groups):
-            raise ValueError(f"{len(groups)} groups but {len(priorities)} priorities")
+    async def _add(self, path: str, groups: Sequence[Group], **params: str) -> wire.AddGroupsReply:
         added = duplicates = size = 0
         for part in _parts(groups):
-            fields = {"priorities": None if priorities is None else list(priorities[part])}
-            request, headers = wire.framed(fields, map(pack, groups[part])), {"Content-Type": wire.GROUPS_TYPE}
+            request, headers = wire.framed({}, map(pack, groups[part])), {"Content-Type": wire.GROUPS_TYPE}
             reply = await self.call("POST", path, wire.AddGroupsReply, request, params=params, headers=headers)
             added, duplicates, size = added + reply.added, duplicates + reply.duplicates, reply.size
         return wire.AddGroupsReply(added=added, duplicates=duplicates, size=size)

@@ -67,11 +67,11 @@ def _text_line(_logger: Any, _method: str, event: structlog.typing.EventDict) ->
     time = event.pop("timestamp", "")
     level = event.pop("level", "info")
     component = event.pop("component", "")
-    text = str(event.pop("event", ""))
+    # A newline in a value would let a request forge log lines.
+    text = str(event.pop("event", "")).replace("\r", "\\r").replace("\n", "\\n")
     trace = "".join(f"\n{event.pop(key)}" for key in ("exception", "stack") if event.get(key))
     fields = "".join(f" {key}={_field(value)}" for key, value in event.items() if value is not None)
-    # A newline in a value would let a request forge log lines.
-    return f"{time} {level} {component}: {_one_line(text)}{fields}{trace}"
+    return f"{time} {level} {component}: {text}{fields}{trace}"
 
 
 def _field(value: Any) -> str:
@@ -79,7 +79,3 @@ def _field(value: Any) -> str:
         return f"{value:.6g}"
     text = str(value)
     return repr(text) if " " in text or not text.isprintable() else text
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\r", "\\r").replace("\n", "\\n")

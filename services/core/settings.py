@@ -259,8 +259,7 @@ class RewardWeightSettings(Settings):
 
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the policy loss, whose advantages come from rewards. 0, with a teacher: pure distillation. REWARD_FN is
-    not asked about training answers, so that no reward-server is needed unless EVAL_PROMPTS asks for an accuracy. Rows
-    without an answer and groups of one completion are taken, and no group is left out for equal rewards."""
+    not asked about training answers. Rows without an answer and groups of one completion are taken."""
 
 
 class RewardFunctionSettings(Settings):
@@ -268,13 +267,10 @@ class RewardFunctionSettings(Settings):
 
     reward_fn: str = "math"
     """The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. Built in are
-    `math` (the last answer equals the ground truth; docs/guides/data.md), `exact_match` (the whole text does), `format`
-    (an answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question
-    scores the answer), `reward_model`, `code` (the row's tests are run on the program in the last fenced block;
-    docs/guides/code.md), and the judges `judge` and `judge_group`; `module:function` is a function of
-    your own, called with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens
-    and finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have. The data-server
-    refuses a function that needs a column which the rows lack."""
+    `math` (the last answer equals the ground truth), `exact_match` (the whole text does), `format` (an answer follows
+    `####` or is in a box), `reasoning_gym` (the question's generator scores the answer), `reward_model`, `code`
+    (docs/guides/code.md), and the judges `judge` and `judge_group`; `module:function` is a function of your own, called
+    with the keyword arguments of its signature (docs/guides/data.md)."""
     judge_rubric: Path | None = None
     """A YAML file with the criteria of `judge` and, if you like, of `judge_group`;
     docs/guides/judge.md has its form."""
@@ -284,9 +280,8 @@ class MemorySettings(Settings):
     """The use of freed memory, which trainer and embedded engine read."""
 
     keep_memory: KeepMemory = "auto"
-    """Keep freed memory instead of giving it back to the system for others on the machine. On a CPU the trainer's steps
-    are a sixth shorter, and the embedded engine has new weights ready in half the time. `auto`: while the process has
-    needed at most a sixth of the node's memory."""
+    """Keep freed memory instead of giving it back to the system for others on the machine. On a CPU steps are a sixth
+    shorter. `auto`: while the process has needed at most a sixth of the node's memory."""
 
 
 class ContextSettings(Settings):
@@ -300,10 +295,9 @@ class DeadlineSettings(Settings):
     """The time-out from which those of the services follow, which trainer and services read."""
 
     service_deadline_seconds: float = Field(300, gt=0)
-    """Longest time that a service may be unreachable before the run ends as recoverable. Other time-outs follow from
-    it: an answer of a judge may take 0.4 of it, an answer may wait a fifteenth for a worker or a box of the
-    reward-server, a worker with an old version of the policy leaves the routing after a fifth without the trainer, and
-    a rollout node without its router or volume ends after twice as long. [advanced]"""
+    """Longest time that a service may be unreachable before the run ends as recoverable. Other time-outs are parts of
+    it: 0.4 for an answer of a judge, a fifteenth for an answer's wait for a worker or box, a fifth for a worker with an
+    old version without the trainer, twice for a rollout node without its router or volume. [advanced]"""
 
 
 class DeterminismSettings(Settings):
@@ -359,10 +353,9 @@ class AgentProgram(Settings):
 
     agent_command: str = ""
     """The agent as a shell command in any language (`ROLLOUT=program`, `grpo evaluate --agent-command`): the task is
-    JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
-    REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
-    GRPO_REWARD_FD. Or a command-line agent that `make harnesses` installs, with the right configuration:
-    `preset:claude-code`, `preset:codex`, `preset:mini-swe-agent`, `preset:opencode`."""
+    JSON on its standard input, and its output is the answer that REWARD_FN scores (docs/guides/agents.md). Or a
+    command-line agent that `make harnesses` installs, with the right configuration: `preset:claude-code`,
+    `preset:codex`, `preset:mini-swe-agent`, `preset:opencode`."""
 
 
 class EpisodeLimits(AgentColumns):

@@ -1,198 +1,160 @@
 """Tasks in Harbor's format, as DATASET=harbor:DIR names them.
 
-A task is a directory with task.toml, instruction.md, environment/, tests/ and solution/, or with steps/NAME/ in
-place of the instruction. Schemas 1.0 to 1.4 are read, with their older spellings. What a box cannot do is refused by
-task, with the reason. ``services.environment_server.harbor`` runs what is read here.
+A task is a directory with task.toml, instruction.md, environment/, tests/ and solution/, or with steps/NAME/ in place
+of the instruction. Schemas 1.0 to 1.4 are read with their older spellings, and a Dockerfile as far as it needs no
+build. What a box cannot do is refused by task, with the file, the key and the reason.
+``services.environment_server.harbor`` runs what is read here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import re
+import shlex
+import stat
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
 from services.core.errors import ConfigurationError
-from services.data_server.dockerfile import TaskRefusedError, read_dockerfile, resolved
 from services.data_server.settings import HARBOR
 
 FIRST_NUMBER = 2**20
 """Seeds from here on are numbers of tasks; a lower seed draws one."""
 LARGEST_TASK = 64 * 2**20
 """Bytes of a task's files."""
-SERVER = "server_command"
-"""The key of [metadata] with the command that starts the server which the tests ask."""
-_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+HOME = "/home/agent"
+_WRITABLE = ("/tmp", HOME, "/logs/agent", "/logs/artifacts")
+"""The directories that programs of every task may write to."""
+_READ_ONLY = {"usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "proc", "dev", "sys", "tests"}
+_KEYS = {
+    "": "schema_version version source artifacts multi_step_reward_strategy steps task metadata agent verifier "
+    "solution environment",
+    "agent": "timeout_sec user network_mode allowed_hosts",
+    "artifacts": "source destination exclude service",
+    "env": "",
+    "environment": "build_timeout_sec docker_image os cpus memory_mb memory storage_mb storage gpus gpu_types tpu env "
+    "mcp_servers skills_dir healthcheck workdir network_mode allow_internet allowed_hosts",
+    "healthcheck": "command interval_sec timeout_sec start_period_sec start_interval_sec retries",
+    "metadata": "",
+    "solution": "env",
+    "steps": "name agent verifier min_reward healthcheck artifacts",
+    "task": "name version description authors keywords",
+    "verifier": "timeout_sec user network_mode allowed_hosts env environment_mode environment collect",
+}
+"""The keys of each table of task.toml; a table without them has any."""
+_NEEDS = {
+    "GPUs or TPUs": "environment.gpus environment.tpu",
+    "MCP servers": "environment.mcp_servers",
+    "a health check of a step": "steps.healthcheck",
+    "an image of the verifier": "verifier.environment verifier.environment_mode tests/Dockerfile",
+    "another system than Linux": "environment.os",
+    "artifacts of a service": "artifacts.service",
+    "docker-compose": "environment/docker-compose.yaml environment/docker-compose.yml environment/compose.yaml",
+    "verifier.collect": "verifier.collect",
+}
+"""What no box has, and the keys and files that need it, unless their value is empty or one of _HARMLESS."""
+_HARMLESS = ("linux", "main", "shared")
+_CANARIES = re.compile(r"\A(?:(?:<!--.*canary.*-->|#.*canary.*)\s*)+", re.IGNORECASE)
+"""First lines of an instruction that are no part of it."""
+_WITHOUT_EFFECT = ("", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT", "SHELL", "STOPSIGNAL")
+"""Instructions that change no file: a task's container runs nothing but the agent's and the verifier's commands."""
 
 
-class _Table(BaseModel):
-    """A table of task.toml. Keys that no box reads are ``unread``; others are kept, so that they can be named."""
+class TaskRefusedError(Exception):
+    """A task that cannot be done; ``kind`` is the reason by which such tasks are counted."""
 
-    model_config = ConfigDict(extra="allow")
-    unread: ClassVar[str] = ""
-
-    def unknown(self, where: str = "") -> Iterator[str]:
-        """Yield the keys that the format does not have, with their tables."""
-        yield from (f"{where}{name}" for name in self.model_extra or {} if name not in self.unread.split())
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            for part in value if isinstance(value, list) else [value]:
-                if isinstance(part, _Table):
-                    yield from part.unknown(f"{where}{name}.")
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
-class _Identity(_Table):
-    unread = "version description authors keywords"
-    name: str | None = None
+def _mebibytes(size: Any) -> int:
+    """Return a number of MiB, or a text of older schemas such as "2G", in MiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(size), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{size!r} is not a size; write such as 2G")
+    return math.ceil(float(match[1]) * 1024.0 ** ("KMGT".index(match[2].upper() or "M") - 1))
 
 
-class _Agent(_Table):
-    unread = "network_mode allowed_hosts"
-    timeout_sec: float | None = Field(None, gt=0)
-    user: Any = None
+def _without_host(variables: dict[str, str]) -> dict[str, str]:
+    """Replace ``${NAME:-default}`` by its default, because a task reads no variable of a service."""
+    for name, text in variables.items():
+        if missing := re.search(r"\$\{\w+\}", text):
+            advice = f"{missing[0]} is a variable of the host, which no box gets; write its value or a default"
+            raise TaskRefusedError("a variable of the host", f"task.toml, env, {name}: {advice}")
+    return {name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text) for name, text in variables.items()}
 
 
-class _Verifier(_Agent):
-    env: dict[str, str] = Field(default_factory=dict)
-    environment_mode: Literal["shared", "separate"] = "shared"
-    environment: Any = None
-    collect: list[Any] = Field(default_factory=list)
+def _in_toml(*keys: str) -> AliasChoices:
+    """Return the place of a field in task.toml: a key with its tables, and older spellings of it."""
+    return AliasChoices(*(AliasPath(*key.split(".")) for key in keys))
 
 
-class _Solution(_Table):
-    env: dict[str, str] = Field(default_factory=dict)
+_Size = Annotated[int, BeforeValidator(_mebibytes), Field(gt=0)]
+_Text = Annotated[str, BeforeValidator(str)]
+_Variables = Annotated[dict[str, str], AfterValidator(_without_host)]
+_Rewards = Annotated[
+    dict[str, float], BeforeValidator(lambda least: least if isinstance(least, dict) else {"reward": least})
+]
 
 
-class _HealthCheck(_Table):
-    unread = "interval_sec timeout_sec start_period_sec start_interval_sec retries"
-    command: str
-
-
-class _Environment(_Table):
-    unread = "build_timeout_sec cpus gpu_types allowed_hosts"
-    docker_image: str | None = None
-    os: str = "linux"
-    memory_mb: int | None = Field(None, gt=0)
-    storage_mb: int | None = Field(None, gt=0)
-    gpus: Any = None
-    tpu: Any = None
-    mcp_servers: Any = None
-    env: dict[str, str] = Field(default_factory=dict)
-    skills_dir: Any = None
-    healthcheck: _HealthCheck | None = None
-    workdir: str | None = None
-    network_mode: Literal["public", "no-network", "allowlist"] = "public"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older(cls, values: Any) -> Any:
-        """Rename the spellings of older schemas: memory, storage ("2G") and allow_internet."""
-        if not isinstance(values, dict):
-            return values
-        values = dict(values)
-        for name in ("memory", "storage"):
-            if (text := values.pop(name, None)) is not None:
-                match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(text), re.IGNORECASE)
-                if match is None:
-                    raise ValueError(f"{name} is {text!r}; write such as 2G")
-                values.setdefault(f"{name}_mb", max(1, int(float(match[1]) * _UNITS[match[2].upper()]) >> 20))
-        if (may := values.pop("allow_internet", None)) is not None:
-            values.setdefault("network_mode", "public" if may else "no-network")
-        return values
-
-
-class _StepTable(_Table):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    agent: _Agent = Field(default_factory=_Agent)
-    verifier: _Verifier = Field(default_factory=_Verifier)
-    min_reward: float | dict[str, float] | None = None
-    healthcheck: Any = None
-    artifacts: list[Any] = Field(default_factory=list)
-
-
-class _File(_Table):
-    unread = "version source"
-    schema_version: str = Field("1.4", pattern=r"^1\.\d+$")
-    artifacts: list[Any] = Field(default_factory=list)
-    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
-    steps: list[_StepTable] = Field(default_factory=list)
-    task: _Identity = Field(default_factory=_Identity)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    agent: _Agent = Field(default_factory=_Agent)
-    verifier: _Verifier = Field(default_factory=_Verifier)
-    solution: _Solution = Field(default_factory=_Solution)
-    environment: _Environment = Field(default_factory=_Environment)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older(cls, values: Any) -> Any:
-        """Take ``version`` of older schemas for ``schema_version``."""
-        return {"schema_version": values["version"]} | values if "version" in values else values
-
-
-@dataclass(frozen=True)
-class Step:
+class Step(BaseModel, frozen=True):
     """A step of a task: its instruction, its limits, and where its tests and its solution are."""
 
-    name: str
+    name: str = Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")
     instruction: str
-    agent_seconds: float | None
-    verifier_seconds: float
-    verifier_environment: dict[str, str]
+    agent_seconds: float | None = Field(None, gt=0, validation_alias=_in_toml("agent.timeout_sec"))
+    verifier_seconds: float = Field(600.0, gt=0, validation_alias=_in_toml("verifier.timeout_sec"))
+    verifier_environment: _Variables = Field({}, validation_alias=_in_toml("verifier.env"))
     tests: tuple[Path, ...]
     """Directories that are laid over each other as /tests."""
     solution: Path
     workdir: Path
     """The files that the working directory gets before the step, if it exists."""
-    min_reward: Mapping[str, float]
+    min_reward: _Rewards = {}
     """The least of each name with which the next step begins."""
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(BaseModel, frozen=True):
     """A task that a box can do."""
 
-    name: str
+    schema_version: str = Field("1.4", pattern=r"^1\.\d+$", validation_alias=_in_toml("schema_version", "version"))
+    name: str = Field(validation_alias=_in_toml("task.name", "folder"))
     path: Path
-    image: str
+    digest: str
+    """Of the names, contents and modes of all of its files."""
+    image: str = Field(validation_alias=_in_toml("environment.docker_image", "image"))
     """The name of the image that its Dockerfile begins with."""
     workdir: str
-    environment: dict[str, str]
+    environment: _Variables = Field(validation_alias=_in_toml("environment.env"))
     copies: Mapping[str, Path]
     """Files of this machine by their paths in the box."""
     places: tuple[str, ...]
     """The directories that its programs may write to, the working directory first."""
     steps: tuple[Step, ...]
-    takes_last: bool
-    """True if the reward is that of the last step; otherwise it is the mean over the steps."""
-    solution_environment: dict[str, str]
-    memory_mb: int | None
-    disk_mb: int | None
-    server: str
+    reward_strategy: Literal["mean", "final"] = Field("mean", validation_alias=_in_toml("multi_step_reward_strategy"))
+    solution_environment: _Variables = Field({}, validation_alias=_in_toml("solution.env"))
+    memory_mb: _Size | None = Field(None, validation_alias=_in_toml("environment.memory_mb", "environment.memory"))
+    disk_mb: _Size | None = Field(None, validation_alias=_in_toml("environment.storage_mb", "environment.storage"))
+    server: _Text = Field("", validation_alias=_in_toml("metadata.server_command"))
     """The command that starts the server which its tests ask; empty without one."""
-    health_command: str
-    category: str | None
+    health_command: str = Field("", validation_alias=_in_toml("environment.healthcheck.command"))
+    category: _Text | None = Field(None, validation_alias=_in_toml("metadata.category", "metadata.difficulty"))
     notes: tuple[str, ...]
     """The parts of the task that a box leaves out, and the keys that the format does not have."""
 
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the names, contents and modes of all of its files."""
-        digest = hashlib.blake2b(digest_size=16)
-        for path in _files_below(self.path):
-            head = [str(path.relative_to(self.path)), bool(path.stat().st_mode & 0o100), path.stat().st_size]
-            digest.update(json.dumps(head).encode() + path.read_bytes())
-        return digest.hexdigest()
+    @property
+    def takes_last(self) -> bool:
+        """True if the reward is that of the last step; otherwise it is the mean over the steps."""
+        return self.reward_strategy == "final"
 
     @property
     def number(self) -> int:
@@ -200,177 +162,239 @@ class Task:
         return FIRST_NUMBER + int(self.digest[:12], 16) % (2**31 - FIRST_NUMBER)
 
 
-def read_task(path: Path, name: str | None = None) -> Task:
+def read_task(path: Path) -> Task:
     """Read the task in a directory.
 
     Raises:
         TaskRefusedError: it is not a task, or a box cannot do it; the message says why.
     """
+    digest = _digest(path)
     try:
-        file = _File.model_validate(tomllib.loads((path / "task.toml").read_text("utf-8")))
+        toml = tomllib.loads(_text(path / "task.toml"))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskRefusedError("task.toml", f"task.toml: {error}") from error
+    keys = [*_keys(toml)]
+    box, image = toml.get("environment", {}), _read_image(path / "environment")
+    if not image.base and "docker_image" not in box:
+        text = "neither a FROM of environment/Dockerfile nor [environment] docker_image names its image"
+        raise TaskRefusedError("no image", text)
+    workdir = str(PurePosixPath("/", _resolved(str(box.get("workdir") or image.workdir), image.environment)))
+    values = toml | {
+        "folder": path.name,
+        "path": path,
+        "digest": digest,
+        "image": image.base,
+        "workdir": workdir,
+        "environment": box | {"env": image.environment | box.get("env", {})},
+        "copies": image.copies,
+        "places": _places(workdir, image.copies, [str(value) for _, name, value in keys if name == "artifacts.source"]),
+        "steps": [*_steps(path, toml)],
+        "notes": [*_notes(path, keys, box, image.user)],
+    }
+    try:
+        task = Task.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise TaskRefusedError("task.toml", f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TaskRefusedError("task.toml", str(error)) from error
-    _check(path, file)
-    environment = file.environment
-    image = read_dockerfile(path / "environment", environment.docker_image)
-    workdir = str(PurePosixPath("/", resolved(environment.workdir or image.workdir, image.environment)))
-    steps = tuple(_steps(path, file, image.environment))
-    server = str(file.metadata.get(SERVER, ""))
-    if environment.healthcheck is not None and not server:
-        raise TaskRefusedError(
-            "needs a server", f"it needs a running server; name the command that starts it, as [metadata] {SERVER}"
-        )
-    title = name or file.task.name or path.name
-    category = file.metadata.get("category", file.metadata.get("difficulty"))
-    return Task(
-        name=title,
-        path=path,
-        image=image.base,
-        workdir=workdir,
-        environment=image.environment | _values(environment.env, "environment.env"),
-        copies=image.copies,
-        places=_places(workdir, [str(PurePosixPath(place).parent) for place in image.copies], file),
-        steps=steps,
-        takes_last=file.multi_step_reward_strategy == "final",
-        solution_environment=_values(file.solution.env, "solution.env"),
-        memory_mb=environment.memory_mb,
-        disk_mb=environment.storage_mb,
-        server=server,
-        health_command=environment.healthcheck.command if environment.healthcheck else "",
-        category=None if category is None else str(category),
-        notes=tuple(_notes(path, file, image.notes)),
-    )
+        text = f"task.toml, {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise TaskRefusedError("task.toml", text) from error
+    if "healthcheck" in box and not task.server:
+        advice = "name the command that starts it, as [metadata] server_command"
+        raise TaskRefusedError("needs a server", f"task.toml, environment.healthcheck: it needs a server; {advice}")
+    return task
 
 
-def _check(path: Path, file: _File) -> None:
-    """Refuse what no box does."""
-    environment, verifiers = file.environment, [file.verifier, *(step.verifier for step in file.steps)]
-    size = 0
-    for found in _files_below(path):
-        size += found.stat().st_size
-        if size > LARGEST_TASK:
-            raise TaskRefusedError("size", f"its files have more than {LARGEST_TASK >> 20} MiB")
-    refused = {
-        f"os {environment.os}": environment.os != "linux",
-        "GPUs or TPUs": bool(environment.gpus or environment.tpu),
-        "MCP servers": bool(environment.mcp_servers),
-        "docker-compose": any(path.glob("environment/*compose*.y*ml")),
-        "an image of the verifier": any(v.environment_mode == "separate" or v.environment for v in verifiers)
-        or (path / "tests/Dockerfile").exists(),
-        "verifier.collect": any(v.collect for v in verifiers),
-        "a health check of a step": any(step.healthcheck for step in file.steps),
-    }
-    for what, is_there in refused.items():
-        if is_there:
-            raise TaskRefusedError(what, f"it needs {what}, which a box does not have")
+def _keys(table: Mapping[str, Any], kind: str = "", where: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the place, the name in _KEYS ("" for none) and the value of each key of a table and of those below it."""
+    known = _KEYS[kind].split()
+    for key, value in table.items():
+        name, place = f"{kind}.{key}" if key in known or not known else "", f"{where}{key}"
+        if value and value not in _HARMLESS:
+            _check(name, f"task.toml, {place}")
+        yield place, name, value
+        if key in known and key in _KEYS:
+            is_list = key in ("artifacts", "steps")
+            for part in value if is_list and isinstance(value, list) else [value]:
+                below = {"source": part} if key == "artifacts" and isinstance(part, str) else part
+                if not isinstance(below, dict) or (is_list and part is value):
+                    raise TaskRefusedError("task.toml", f"task.toml, {place}: it is not a table")
+                yield from _keys(below, key, f"{place}.")
 
 
-def _steps(path: Path, file: _File, variables: Mapping[str, str]) -> Iterator[Step]:
-    tables = file.steps or [_StepTable.model_construct(name="", agent=file.agent, verifier=file.verifier)]
-    for table in tables:
-        folder = path / "steps" / table.name if file.steps else path
-        try:
-            text = (folder / "instruction.md").read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TaskRefusedError("instruction.md", str(error)) from error
-        own = folder / "tests"
-        tests = tuple(part for part in dict.fromkeys((path / "tests", own)) if part.is_dir())
+def _check(name: str, place: str) -> None:
+    """Refuse a key or a file that needs what no box has."""
+    for need, names in _NEEDS.items():
+        if name in names.split():
+            text = f"{place}: it needs {need}, which no box has; remove it if the task works without"
+            raise TaskRefusedError(need, text)
+
+
+def _steps(path: Path, toml: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the steps; those of a task without steps are in its own tables."""
+    for table in toml.get("steps") or [{"name": ""}]:
+        folder = path / "steps" / str(table.get("name")) if toml.get("steps") else path
+        tests = [part for part in dict.fromkeys((path / "tests", folder / "tests")) if part.is_dir()]
         if not any((part / "test.sh").is_file() for part in tests):
-            raise TaskRefusedError("no tests/test.sh", f"there is no {own / 'test.sh'}")
-        least = table.min_reward
-        yield Step(
-            name=table.name,
-            instruction=without_canary(text),
-            agent_seconds=table.agent.timeout_sec or file.agent.timeout_sec,
-            verifier_seconds=table.verifier.timeout_sec or 600.0,
-            verifier_environment=_values(file.verifier.env | table.verifier.env, "verifier.env", variables),
-            tests=tests,
-            solution=folder / "solution",
-            workdir=folder / "workdir",
-            min_reward=least if isinstance(least, dict) else {} if least is None else {"reward": least},
-        )
+            raise TaskRefusedError("no tests/test.sh", f"{folder / 'tests/test.sh'}: there is no such file")
+        shared, own = toml.get("verifier", {}), table.get("verifier", {})
+        yield table | {
+            "agent": toml.get("agent", {}) | table.get("agent", {}),
+            "verifier": shared | own | {"env": shared.get("env", {}) | own.get("env", {})},
+            "instruction": _CANARIES.sub("", _text(folder / "instruction.md").strip()),
+            "tests": tests,
+            "solution": folder / "solution",
+            "workdir": folder / "workdir",
+        }
 
 
-def without_canary(text: str) -> str:
-    """Return an instruction without its first lines that are canaries, and the blank lines after them."""
-    lines = text.splitlines()
-    if not lines or not _CANARY.fullmatch(lines[0].strip()):
-        return text.strip()
-    while lines and (not lines[0].strip() or _CANARY.fullmatch(lines[0].strip())):
-        del lines[0]
-    return "\n".join(lines).strip()
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskRefusedError(path.name, f"{path}: {error}") from error
 
 
-def _values(given: Mapping[str, str], where: str, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return variables of a task. ``${NAME:-default}`` becomes its default: a task reads no variable of a service."""
+def _digest(path: Path) -> str:
+    """Return the digest of a task; refuse links, which could lead to another one's files, and too many bytes."""
+    digest, left = hashlib.blake2b(digest_size=16), LARGEST_TASK
+    for file in sorted(path.rglob("*"), key=lambda file: (file.parent.parts, file.name)):
+        name, status = str(file.relative_to(path)), file.lstat()
+        _check(name, name)
+        if stat.S_ISREG(status.st_mode):
+            left -= status.st_size
+            if left < 0:
+                raise TaskRefusedError("size", f"{name}: with it the task has more than {LARGEST_TASK >> 20} MiB")
+            head = [name, bool(status.st_mode & 0o100), status.st_size]
+            digest.update(json.dumps(head).encode() + file.read_bytes())
+        elif not stat.S_ISDIR(status.st_mode):
+            raise TaskRefusedError("a link", f"{name}: it is a link or no regular file; put the file itself there")
+    return digest.hexdigest()
 
-    def value(match: re.Match[str]) -> str:
-        found = (known or {}).get(match[1], match[2])
-        if found is None:
-            raise TaskRefusedError(
-                f"a variable of the host in {where}", f"{where} needs ${{{match[1]}}} of the host, which no box gets"
-            )
-        return found
 
-    return {name: _VARIABLE.sub(value, text) for name, text in given.items()}
-
-
-HOME, TEMPORARY = "/home/agent", "/tmp"
-LOGS = ("/logs/agent", "/logs/artifacts")
-
-
-def _places(workdir: str, folders: Sequence[str], file: _File) -> tuple[str, ...]:
+def _places(workdir: str, copies: Iterable[str], artifacts: Iterable[str]) -> list[str]:
     """Return the directories that programs may write to: each is memory of its own, so none is the root."""
-    wanted = []
-    for artifact in [*file.artifacts, *(one for step in file.steps for one in step.artifacts)]:
-        source = artifact.get("source", "") if isinstance(artifact, dict) else str(artifact)
-        if isinstance(artifact, dict) and artifact.get("service", "main") != "main":
-            raise TaskRefusedError("artifacts of a service", f"{source} is an artifact of another service")
-        path = PurePosixPath("/", workdir, source)
-        wanted.append(str(path.parent if path.suffix else path))
-    others = [TEMPORARY, HOME, *LOGS]
-    kept = [workdir]
-    for place in sorted({*folders, *wanted}):
-        if not any(PurePosixPath(place).is_relative_to(other) for other in [*kept, *others]):
-            kept.append(place)
-    for place in kept:
-        top = PurePosixPath(place).parts[1:2]
-        if not top or top[0] in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "proc", "dev", "sys", "tests"):
-            raise TaskRefusedError("a directory that is read-only", f"it writes to {place}, which a box cannot")
-    return (*kept, *(place for place in others if place != workdir))
+    paths = [PurePosixPath("/", workdir, source) for source in artifacts]
+    folders = [PurePosixPath(place).parent for place in copies] + [p.parent if p.suffix else p for p in paths]
+    places: list[PurePosixPath] = []
+    for place in (PurePosixPath(workdir), *sorted(folders)):
+        if places and any(place.is_relative_to(other) for other in (*map(str, places), *_WRITABLE)):
+            continue
+        if not place.parts[1:] or place.parts[1] in _READ_ONLY:
+            advice = "use another one, such as /app, as working directory, in COPY and as artifacts"
+            raise TaskRefusedError("a directory that is read-only", f"no box can write to {place}; {advice}")
+        places.append(place)
+    return [*dict.fromkeys((*map(str, places), *_WRITABLE))]
 
 
-def _notes(path: Path, file: _File, of_image: Sequence[str]) -> Iterator[str]:
-    if unknown := list(file.unknown()):
+def _notes(path: Path, keys: Sequence[tuple[str, str, Any]], box: Mapping[str, Any], user: str) -> Iterator[str]:
+    """Yield what a box leaves out of a task, and the keys that the format does not have."""
+    if unknown := [place for place, name, _ in keys if not name]:
         yield f"unknown keys: {', '.join(unknown)}"
-    if file.environment.network_mode != "no-network":
-        yield f"network_mode {file.environment.network_mode}: there is no network"
-    if file.environment.skills_dir:
+    network = box.get("network_mode", "public" if box.get("allow_internet", True) else "no-network")
+    if network != "no-network":
+        yield f"network_mode {network}: there is no network"
+    if box.get("skills_dir"):
         yield "skills_dir is not read"
-    if next(path.rglob("trajectory.json"), None) is not None:
+    if any(path.rglob("trajectory.json")):
         yield "trajectory.json, an earlier conversation, is not read"
-    users = {str(user) for table in (file.agent, file.verifier, *file.steps) if (user := getattr(table, "user", None))}
+    users = {user, *(str(value) for _, name, value in keys if name in ("agent.user", "verifier.user"))} - {""}
     if users:
         yield f"user {', '.join(sorted(users))}: programs run as the box's user"
-    yield from of_image
 
 
-def _files_below(path: Path) -> Iterator[Path]:
-    """Yield the files of a task in order; TaskRefusedError for a link, which could lead to another one's files."""
-    for folder, folders, names in os.walk(path):
-        folders.sort()
-        for name in sorted([*names, *folders]):
-            if (found := Path(folder, name)).is_symlink() or not (found.is_file() or found.is_dir()):
-                raise TaskRefusedError("a link", f"{found.relative_to(path)} is a link or no regular file")
-            if found.is_file():
-                yield found
+# --- a Dockerfile -----------------------------------------------------------------------------------------------------
 
 
-def task_folders(dataset: str) -> list[Path]:
-    """Return the directories of the tasks that ``harbor:DIR`` names: of DIR, DIR/tasks, DIR itself, or a list file.
+@dataclass
+class _Image:
+    """The image that a Dockerfile describes, as far as a box has it."""
+
+    base: str = ""
+    workdir: str = "/"
+    user: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, Path] = field(default_factory=dict)
+
+
+def _read_image(context: Path) -> _Image:
+    """Read a Dockerfile, if there is one; TaskRefusedError has the line that needs a build or cannot be read."""
+    image, arguments = _Image(), dict[str, str]()
+    if not (context / "Dockerfile").is_file():
+        return image
+    text = re.sub(r"^\s*#.*\n?", "", _text(context / "Dockerfile"), flags=re.MULTILINE)
+    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+        name, _, text = line.strip().partition(" ")
+        name, text, known = name.upper(), text.strip(), arguments | image.environment
+        try:
+            if name == "FROM" and not image.base:
+                [image.base, *_] = _words(_resolved(text, known))
+            elif name == "ENV":
+                image.environment |= {key: _resolved(value, known) for key, value in _pairs(text)}
+            elif name == "ARG":
+                arguments |= {key: _resolved(value, known) or known.get(key, "") for key, value in _pairs(text)}
+            elif name == "WORKDIR":
+                image.workdir = str(PurePosixPath(image.workdir, _resolved(text.strip("'\""), known)))
+            elif name == "COPY" and "--from" not in text:
+                image.copies |= _copies(context, _words(_resolved(text, known)), image.workdir)
+            elif name == "USER":
+                image.user = text
+            elif name not in _WITHOUT_EFFECT:
+                raise ValueError("it needs a build; make its files in environment/ or in a tree of SANDBOX_TREES")
+        except ValueError as error:
+            kind = "a Dockerfile of several stages" if name == "FROM" and image.base else f"{name} in its Dockerfile"
+            raise TaskRefusedError(kind, f"environment/Dockerfile, `{name} {text[:80]}`: {error}") from error
+    return image
+
+
+def _resolved(text: str, variables: Mapping[str, str]) -> str:
+    """Return a text with the values of its variables; an unknown one is empty, as in Docker."""
+    pattern = r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})"
+    return re.sub(pattern, lambda match: variables.get(match[1] or match[2], match[3] or ""), text)
+
+
+def _words(text: str) -> list[str]:
+    words = map(str, json.loads(text)) if text.startswith("[") else text.split()
+    return [word for word in words if not word.startswith("--")]
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Return variables: ``NAME=value ...``, or in an older form ``NAME value``."""
+    first, *others = shlex.split(text)
+    if "=" not in first:
+        return [(first, " ".join(others))]
+    return [(name, value) for name, _, value in (word.partition("=") for word in (first, *others))]
+
+
+def _copies(context: Path, words: Sequence[str], workdir: str) -> dict[str, Path]:
+    """Return the files that a COPY names by their paths in the box, without those that .dockerignore names."""
+    files = {path.relative_to(context): path for path in sorted(context.rglob("*")) if path.is_file()}
+    ignore = context / ".dockerignore"
+    for line in _text(ignore).splitlines() if ignore.is_file() else ():
+        pattern = line.strip("/ ")
+        if pattern.startswith("!"):
+            raise ValueError(f"environment/.dockerignore has {pattern}, and lines with `!` are not read")
+        if pattern and not pattern.startswith("#"):
+            files = {n: f for n, f in files.items() if not any(fnmatch(str(part), pattern) for part in (n, *n.parents))}
+    *sources, target = words
+    into, copies = PurePosixPath(workdir, target), dict[str, Path]()
+    for source in sources:
+        parts = PurePosixPath(source.lstrip("/")).parts
+        found = {name: f for name, f in files.items() if sum(map(fnmatchcase, name.parts, parts)) == len(parts)}
+        if not found:
+            raise ValueError(f"environment/ has no {source}")
+        is_folder = target.endswith(("/", ".")) or len(sources) > 1 or len(found) > 1 or str(into) == workdir
+        for name, file in found.items():
+            below = name.parts[len(parts) :] or ((name.name,) if is_folder else ())
+            copies[str(into.joinpath(*below))] = file
+    return copies
+
+
+# --- a dataset --------------------------------------------------------------------------------------------------------
+
+
+def read_tasks(dataset: str) -> tuple[dict[int, Task], dict[str, TaskRefusedError]]:
+    """Return the tasks that can be done by their numbers, and why others cannot by their directories.
+
+    ``harbor:DIR`` names the directories in DIR or DIR/tasks, DIR itself, or those that a list file names.
 
     Raises:
         ConfigurationError: there is none.
@@ -382,24 +406,15 @@ def task_folders(dataset: str) -> list[Path]:
     elif (place / "task.toml").is_file():
         folders = [place]
     else:
-        folders = sorted(found.parent for pattern in ("*", "tasks/*") for found in place.glob(f"{pattern}/task.toml"))
+        folders = sorted(file.parent for pattern in ("*", "tasks/*") for file in place.glob(f"{pattern}/task.toml"))
     if not folders:
         raise ConfigurationError(
             f"DATASET {dataset!r}: {place} has no directory with a task.toml, seen from {Path.cwd()}; name a directory "
             "of tasks, or a file with a directory a line"
         )
-    return folders
-
-
-def read_tasks(dataset: str) -> tuple[dict[int, Task], dict[str, TaskRefusedError]]:
-    """Return the tasks that can be done by their numbers, and why others cannot by their names.
-
-    Raises:
-        ConfigurationError: there is no task.
-    """
     tasks: dict[int, Task] = {}
     refused: dict[str, TaskRefusedError] = {}
-    for folder in task_folders(dataset):
+    for folder in folders:
         try:
             task = read_task(folder)
             if (other := tasks.setdefault(task.number, task)) is not task:

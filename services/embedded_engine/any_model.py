@@ -1,15 +1,12 @@
 """Any causal language model, computed by transformers' own forward pass: for families that model.py does not know.
 
-A prompt is computed alone, and makes the cache that its model has: keys and values, windows, recurrent states or inputs
-of convolutions. Its completions start from copies of that cache and are decoded in one batch without padding, because
-they have the same length; each leaves the batch when it ends. So a recurrent state never sees a padding token, and a
-window counts real positions. A sequence gets the same results to the bit whatever else runs, because linear layers
-compute each row independently (linear.py). A check at the start finds models whose other operations do not, such as
-fused experts, or functions of rows that do not fill a processor's vectors; they are decoded one sequence at a time.
-Only the output head covers all running sequences.
-
-No cache is kept for later requests: many models continue a cache by several tokens in another order of sums than by
-one, and a resumed run would then sample other tokens.
+A prompt is computed alone, piece by piece, and makes the cache that its model has: keys and values, windows, recurrent
+states or inputs of convolutions (state_cache.py). Its completions start from copies of that cache and are decoded in
+one batch without padding, because they have the same length; each leaves the batch when it ends. So a recurrent state
+never sees a padding token, and a window counts real positions. A sequence gets the same results to the bit whatever
+else runs, because linear layers compute each row independently (linear.py). A check at the start finds models whose
+other operations do not, such as fused experts, or functions of rows that do not fill a processor's vectors; they are
+decoded one sequence at a time. Only the output head covers all running sequences.
 """
 
 from __future__ import annotations
@@ -17,9 +14,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +29,9 @@ from services.core.errors import first_line
 from services.core.linear import Head, Linear, make_linear
 from services.core.logs import get_logger
 from services.embedded_engine.adapters import LowRank
-from services.embedded_engine.kv_cache import Rows
+from services.embedded_engine.state_cache import Beginning, StateCache, piece_ends
 from services.embedded_engine.weights import WeightsError, refuse
+from services.weights.digests import digest
 
 log = get_logger(__name__)
 
@@ -112,91 +110,6 @@ class AnyArchitecture:
         return self._is_part or is_computed or any(pattern.search(name) for pattern in self._ignored)
 
 
-@dataclass
-class Batch:
-    """Completions of one prompt, of equal length: their cache as the model keeps it, and the row of each."""
-
-    cache: Any
-    rows: list[int]
-
-    def select(self, places: list[int]) -> None:
-        """Keep the sequences at ``places`` of the batch, each as often as it is named."""
-        self.cache.reorder_cache(torch.tensor(places))
-        self.rows = [self.rows[place] for place in places]
-
-
-class StateCache(Rows):
-    """The caches of the running sequences, in batches. Memory is taken as sequences grow."""
-
-    prefix_tokens = 0
-
-    def __init__(self, max_tokens: int, max_rows: int, *, joins: bool) -> None:
-        """Make an empty cache; with ``joins``, the completions of a prompt are one batch."""
-        super().__init__(max_tokens, max_rows)
-        self.batches: list[Batch] = []
-        self._joins = joins
-        self._has_memory = True
-
-    @property
-    def has_memory(self) -> bool:
-        """See Rows."""
-        return self._has_memory
-
-    def occupy(self, *, has_memory: bool) -> None:
-        """See Rows."""
-        self._has_memory = has_memory
-        self.truncate(0)
-        torch.cuda.empty_cache()
-
-    def ensure(self, length: int, used_rows: int, used_length: int) -> None:
-        """See Rows."""
-        if (wanted := self.whole_length(length)) > self.row_length or not used_rows:
-            self.row_length = wanted
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """See Rows."""
-        renamed = {target: -1, source: target}
-        for batch in self.batches:
-            batch.rows = [renamed.get(row, row) for row in batch.rows]
-
-    def read(self, row: int, start: int, stop: int) -> Any:
-        """See Rows; it is always the whole row."""
-        held = next(batch for batch in self.batches if row in batch.rows)
-        batch = copy.deepcopy(held)
-        if len(batch.rows) > 1:
-            batch.select([batch.rows.index(row)])
-        return batch.cache
-
-    def write(self, rows: slice, content: Any) -> None:
-        """See Rows."""
-        count = rows.stop - rows.start
-        if self._joins and count > 1:
-            batch = Batch(copy.deepcopy(content), [rows.start])
-            batch.select([0] * count)
-            batch.rows = [*range(rows.start, rows.stop)]
-            self.batches.append(batch)
-        else:
-            self.batches += [Batch(copy.deepcopy(content), [row]) for row in range(rows.start, rows.stop)]
-
-    def storer(self, rows: Sequence[slice]) -> Callable[[int, Any], None]:
-        """See Rows; it takes a sequence's number and cache."""
-        return lambda number, state: self.write(rows[number], state)
-
-    def truncate(self, count: int) -> None:
-        """See Rows."""
-        for batch in self.batches:
-            places = [place for place, row in enumerate(batch.rows) if 0 <= row < count]
-            if places and len(places) < len(batch.rows):
-                batch.select(places)
-            elif not places:
-                batch.rows = []
-        self.batches = [batch for batch in self.batches if batch.rows]
-
-    def clear(self) -> None:
-        """See Rows."""
-        self.truncate(0)
-
-
 class _Head(nn.Module):
     """An output head to float32 logits, whose result for a row does not depend on the other rows."""
 
@@ -249,8 +162,11 @@ class AnyModel:
         dtype: torch.dtype,
         device: torch.device,
         context_length: int,
+        end_ids: Collection[int],
     ) -> None:
         """Make a model, and check that it continues from its cache as it computes whole sequences.
+
+        A prompt's pieces end behind ``end_ids``, too.
 
         Raises:
             WeightsError: the weights do not fit, or the model cannot be decoded token by token.
@@ -262,6 +178,9 @@ class AnyModel:
         self.dtype = dtype
         self.device = device
         self.context_length = context_length
+        self._end_ids = end_ids
+        self.continues = False
+        """Several tokens can follow a cache at once, so that prompts are computed in pieces."""
         self._packs = True
         """Linear layers keep their weights packed, which a model may read elsewhere."""
         try:
@@ -301,7 +220,7 @@ class AnyModel:
         tensors |= {f"{name}.weight": linear.weight for name, linear in self._packed.items()}
         own, bias = self._output.linear.weight, self._output.bias
         embedding = self._decoder.get_input_embeddings().weight
-        if f"{head}.weight" in self.architecture.parameters or not torch.equal(own, embedding.to(own)):
+        if f"{head}.weight" in self.architecture.parameters or digest(own) != digest(embedding):
             tensors[f"{head}.weight"] = own
         if bias is not None:
             tensors[f"{head}.bias"] = bias
@@ -313,24 +232,27 @@ class AnyModel:
         sequences: Sequence[Sequence[int]],
         store: Callable[[int, Any], None] | None,
         use_adapter: Sequence[bool] = (),
-        prefixes: Sequence[None] = (),
+        prefixes: Sequence[Beginning | None] = (),
     ) -> Tensor:
-        """Compute whole sequences, one by one.
+        """Compute sequences, one by one, from their first token on or from where their prefixes end.
 
         Args:
-            sequences: token ids.
+            sequences: token ids without those of the prefixes.
             store: takes a sequence's number and cache; None where nothing will be generated.
             use_adapter: whether to compute each sequence with the LoRA adapter; empty: none of them.
-            prefixes: nothing, since no prefixes are cached.
+            prefixes: the pieces and the state before each sequence, or None; empty: there are none.
 
         Returns:
             Hidden states [N, H] after the last norm, for ``logits``.
         """
         states = []
         for number, tokens in enumerate(sequences):
-            ids = torch.tensor([tokens], device=self.device)
-            state, cache = self._forward(ids, None, bool(use_adapter) and use_adapter[number], store is not None)
-            states.append(state[0])
+            has_adapter = bool(use_adapter) and use_adapter[number]
+            beginning = prefixes[number] if prefixes else None
+            if beginning is None:
+                beginning = Beginning(piece_ends(tokens, self._end_ids) if self.continues else [len(tokens)])
+            hidden, cache = self._prefill_pieces(tokens, beginning, has_adapter)
+            states.append(hidden)
             if store is not None:
                 store(number, cache)
         return torch.cat(states)
@@ -346,7 +268,7 @@ class AnyModel:
         for batch in cache.batches:
             has_adapter = bool(use_adapter) and use_adapter[batch.rows[0]]
             ids = tokens[torch.tensor(batch.rows, device=self.device), None]
-            state, batch.cache = self._forward(ids, batch.cache, has_adapter, use_cache=True)
+            state, batch.cache = self._forward(ids, batch.cache, has_adapter)
             states.append(state[:, 0])
             rows += batch.rows
         return self.logits(torch.cat(states)[torch.tensor(rows, device=self.device).argsort()])
@@ -356,14 +278,27 @@ class AnyModel:
         logits: Tensor = self._head(inputs_embeds=hidden[None]).logits[0]
         return logits.float()
 
-    def _forward(self, ids: Tensor, cache: Any, has_adapter: bool, use_cache: bool) -> tuple[Tensor, Any]:
+    def _prefill_pieces(self, tokens: Sequence[int], beginning: Beginning, has_adapter: bool) -> tuple[Tensor, Any]:
+        """Compute a prompt's last ``tokens`` piece by piece; return their hidden states [n, H] and the cache."""
+        if beginning.hidden is not None:
+            return beginning.hidden, beginning.cache
+        states, start, cache = [], beginning.length, copy.deepcopy(beginning.cache)
+        for end in beginning.ends[bisect_right(beginning.ends, start) :]:
+            ids = torch.tensor([tokens[start - beginning.length : end - beginning.length]], device=self.device)
+            state, cache = self._forward(ids, cache, has_adapter)
+            beginning.keep(end, cache, state[0])
+            states.append(state[0])
+            start = end
+        return torch.cat(states), cache
+
+    def _forward(self, ids: Tensor, cache: Any, has_adapter: bool) -> tuple[Tensor, Any]:
         """Return the states [B, n, H] of tokens [B, n] that follow a cache, and the cache with them."""
         given = {} if cache is None else {self._cache_name: cache}
         with ExitStack() as hooks:
             for name, low_rank in (self.adapter or {}).items() if has_adapter else ():
                 hooks.enter_context(self._layers[name].register_forward_hook(_adding(low_rank)))
-            output = self._decoder(input_ids=ids, use_cache=use_cache, **given)
-        return output.last_hidden_state, output[self._cache_name] if use_cache else None
+            output = self._decoder(input_ids=ids, use_cache=True, **given)
+        return output.last_hidden_state, output[self._cache_name]
 
     def _build(self, weights: dict[str, Tensor]) -> Any:
         """Return a new model with the weights, as transformers converts and ties them."""
@@ -401,24 +336,40 @@ class AnyModel:
         self._head = module
 
     def _probe(self, weights: dict[str, Tensor]) -> None:
-        """Load a model, and compare decoding a few tokens one by one with its logits of the whole."""
+        """Load a model, and compare decoding a few tokens, one by one and at once, with its logits of the whole."""
         module = self._build(weights)
         ids = self._drawn(PROBED)[None]
         whole = module(input_ids=ids, use_cache=False).logits[0].float()
         self._take_apart(module)
-        state, cache = self._forward(ids[:, : PROBED // 2], None, has_adapter=False, use_cache=True)
-        states = [state]
-        for place in range(PROBED // 2, PROBED):
-            state, cache = self._forward(ids[:, place, None], cache, has_adapter=False, use_cache=True)
-            states.append(state)
-        distance = float((self.logits(torch.cat(states, 1)[0]) - whole).std() / whole.std(-1).mean())
+        half = PROBED // 2
+        distance, singly = self._follow(ids, whole, [1] * half)
         if not distance < TOLERANCES[self.dtype]:
             raise WeightsError(f"its logits differ from those of the whole text by {distance:.2g} of their deviation")
+        try:
+            distance, at_once = self._follow(ids, whole, [half])
+            pairs = zip(_tensors(at_once), _tensors(singly), strict=True)
+            distance = max(distance, *(float((one - other).norm() / other.norm()) for one, other in pairs))
+            self.continues = distance < TOLERANCES[self.dtype]
+        # Whatever a forward pass fails with that was written for one token at a time.
+        except Exception as error:  # noqa: BLE001
+            log.info("prompts are computed whole, and no state is kept of them", reason=first_line(error))
+            self.continues = False
+
+    def _follow(self, ids: Tensor, whole: Tensor, parts: Sequence[int]) -> tuple[float, Any]:
+        """Compute ``ids`` [1, n], of which the last come in parts.
+
+        Return how the logits deviate from those of the whole text, and the cache.
+        """
+        states, cache = [], None
+        for part in ids.split([ids.shape[1] - sum(parts), *parts], 1):
+            state, cache = self._forward(part, cache, has_adapter=False)
+            states.append(state)
+        return float((self.logits(torch.cat(states, 1)[0]) - whole).std() / whole.std(-1).mean()), cache
 
     def _computes_rows_alike(self) -> bool:
         """Return whether a batch gets the results of each of its sequences alone, to the bit."""
         tokens = self._drawn(JOINED)
-        if not hasattr(self._forward(tokens[None], None, has_adapter=False, use_cache=True)[1], "reorder_cache"):
+        if not hasattr(self._forward(tokens[None], None, has_adapter=False)[1], "reorder_cache"):
             return False
         for longest in JOINED_LENGTHS:
             length = min(longest, self.context_length - 3)
@@ -436,6 +387,14 @@ class AnyModel:
     def _drawn(self, count: int) -> Tensor:
         """Return some tokens [count]."""
         return (7 * torch.arange(count, device=self.device) + 3) % self.architecture.vocab_size
+
+
+def _tensors(cache: Any) -> Iterator[Tensor]:
+    """Yield the states of all layers of a cache."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            held = value if isinstance(value, list) else [value]
+            yield from (x.float() for x in held if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _of_rows(linear: Linear) -> Callable[[Tensor], Tensor]:

@@ -34,15 +34,45 @@ def round_up(length: int, step: int = STEP) -> int:
     return -(-length // step) * step
 
 
+class Prefixes(ABC):
+    """What is kept of at most ``max_tokens`` tokens, apart for requests with the adapter and without."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.generation = 0
+        """Grows when the cache is cleared: what was computed before that must not be inserted."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop everything."""
+        self.num_tokens = 0
+        self.generation += 1
+
+    @abstractmethod
+    def find(self, use_adapter: bool, tokens: Sequence[int]) -> Any:
+        """Return what a model's prefill needs of the longest known beginning of ``tokens``.
+
+        Its ``length`` is the number of tokens that need no prefill, all but one at most.
+        """
+
+    @abstractmethod
+    def insert(self, use_adapter: bool, tokens: Sequence[int], read: Callable[[int, int], Any]) -> None:
+        """Keep what is cached of ``tokens``; ``read(start, stop)`` returns a copy for some of them."""
+
+    @abstractmethod
+    def shared(self, tokens: Sequence[int], other: Sequence[int]) -> int:
+        """Return how many of ``tokens`` are known once ``other`` has been computed."""
+
+
 class Rows(ABC):
     """The cache of the running sequences, in rows without holes, for at most ``max_tokens`` tokens in all."""
 
-    prefix_tokens: int
-    """The most tokens of ended sequences that are kept for those that continue them."""
-
-    def __init__(self, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, prefixes: Prefixes) -> None:
         self.max_tokens = max_tokens
         self.max_rows = max_rows
+        self.prefixes = prefixes
+        """What is kept of ended sequences for those that continue them."""
         self.row_length = 0
         """The tokens for which each row has room."""
 
@@ -101,8 +131,7 @@ class KVCache(Rows):
     def __init__(
         self, architecture: Architecture, max_tokens: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(max_tokens, max_rows)
-        self.prefix_tokens = max_tokens // 2
+        super().__init__(max_tokens, max_rows, PrefixCache(max_tokens // 2))
         self.num_heads, self.head_dim = architecture.num_kv_heads, architecture.head_dim
         self.num_layers = architecture.num_layers
         self._dtype, self._device = dtype, device
@@ -209,40 +238,52 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next(place for place in range(shorter) if first[place] != second[place])
 
 
-class PrefixCache:
-    """Keys and values of at most ``max_tokens`` tokens, apart for requests with the adapter and without."""
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values, [2, layers, heads, tokens, head dim], in parts to be concatenated."""
+
+    parts: list[Tensor]
+
+    @property
+    def length(self) -> int:
+        """The number of their tokens."""
+        return sum(part.shape[3] for part in self.parts)
+
+
+class PrefixCache(Prefixes):
+    """Keys and values of ended sequences, as a tree."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self.generation = 0
-        """Grows when the cache is cleared: keys and values computed before that must not be inserted."""
+        super().__init__(max_tokens)
         self._roots: dict[bool, Node] = {}
         # The least recently used first; parents come after their children.
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def clear(self) -> None:
-        """Drop everything."""
+        """See Prefixes."""
+        super().clear()
         self._roots.clear()
         self._nodes.clear()
-        self.num_tokens = 0
-        self.generation += 1
 
-    def find(self, use_adapter: bool, tokens: Sequence[int]) -> list[Tensor]:
-        """Return the keys and values of the longest known beginning of ``tokens``, in parts to be concatenated."""
+    def find(self, use_adapter: bool, tokens: Sequence[int]) -> KeysValues:
+        """See Prefixes."""
         node, parts, length = self._root(use_adapter), [], 0
-        while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
-            common = common_length(child.tokens, tokens[length:])
+        while length < len(tokens) - 1 and (child := node.children.get(tokens[length])) is not None:
+            common = common_length(child.tokens, tokens[length:-1])
             assert child.keys_values is not None
             parts.append(child.keys_values[:, :, :, :common])
             node, length = child, length + common
             if common < len(child.tokens):
                 break
         self._touch(node)
-        return parts
+        return KeysValues(parts)
+
+    def shared(self, tokens: Sequence[int], other: Sequence[int]) -> int:
+        """See Prefixes."""
+        return common_length(tokens[:-1], other)
 
     def insert(self, use_adapter: bool, tokens: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
-        """Keep the keys and values of ``tokens``; ``read(start, stop)`` returns a copy of some of them."""
+        """See Prefixes."""
         node, length = self._root(use_adapter), 0
         while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
             common = common_length(child.tokens, tokens[length:])

@@ -130,8 +130,9 @@ def load(settings: EngineSettings) -> Loaded:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        end_ids = end_token_ids(directory, config, tokenizer)
         with torch.inference_mode():
-            model, cache = _make_model(settings, directory, config, max_tokens, dtype, device)
+            model, cache = _make_model(settings, directory, config, end_ids, max_tokens, dtype, device)
     except (WeightsError, OSError, ValueError) as error:
         raise ConfigurationError(f"MODEL_NAME={settings.model_name}: {error}") from error
     except MemoryError as error:
@@ -140,13 +141,14 @@ def load(settings: EngineSettings) -> Loaded:
             f"({error}); lower the number, or take a smaller model"
         ) from error
     machine.release_memory()
-    return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer))
+    return Loaded(model, cache, tokenizer, end_ids)
 
 
 def _make_model(
     settings: EngineSettings,
     directory: Path,
     config: PretrainedConfig,
+    end_ids: frozenset[int],
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -158,14 +160,16 @@ def _make_model(
         architecture: Any = Architecture(config)
     else:
         # It needs transformers with torch, which an engine of a known family does not import.
-        from services.embedded_engine.any_model import AnyArchitecture, AnyModel, StateCache
+        from services.embedded_engine.any_model import AnyArchitecture, AnyModel
+        from services.embedded_engine.state_cache import StateCache
 
         architecture = AnyArchitecture(config)
     context_length = min(settings.engine_context_length or architecture.max_positions or max_tokens, max_tokens)
     tensors = read_directory(directory, architecture)
     if not is_own:
-        model = AnyModel(architecture, tensors, dtype, device, context_length)
-        return model, StateCache(max_tokens, max_running, joins=model.joins)
+        model = AnyModel(architecture, tensors, dtype, device, context_length, end_ids)
+        cache = StateCache(max_tokens, max_running, joins=model.joins, keeps=model.continues, end_ids=end_ids)
+        return model, cache
     weights = pack_weights(architecture, tensors, dtype, device)
     own = Model(config, weights, dtype, device, context_length)
     return own, KVCache(architecture, max_tokens, max_running, dtype, device)

@@ -27,8 +27,9 @@ from transformers import PretrainedConfig, modeling_rope_utils
 
 from services.core.linear import Head, Linear, make_linear
 from services.embedded_engine.adapters import Adapter, LayerAdapter, adapted
-from services.embedded_engine.kv_cache import STEP, KVCache, round_up
+from services.embedded_engine.kv_cache import STEP, KeysValues, KVCache, round_up
 from services.embedded_engine.weights import Architecture
+from services.weights.digests import digest
 
 CHUNK = 128
 """Values summed by one product."""
@@ -154,7 +155,7 @@ def named_weights(architecture: Architecture, weights: Weights) -> Iterator[tupl
 
     yield "model.embed_tokens.weight", weights.embedding
     yield "model.norm.weight", weights.norm
-    if not architecture.has_tied_embeddings or not torch.equal(head := weights.head.weight, weights.embedding.to(head)):
+    if not architecture.has_tied_embeddings or digest(weights.head.weight) != digest(weights.embedding):
         yield "lm_head.weight", weights.head.weight
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
@@ -207,7 +208,7 @@ class Model:
         sequences: Sequence[Sequence[int]],
         store: StoreKeysValues | None,
         use_adapter: Sequence[bool] = (),
-        prefixes: Sequence[Tensor | None] = (),
+        prefixes: Sequence[KeysValues | None] = (),
     ) -> Tensor:
         """Compute sequences from their first token on or from where their prefixes end, packed one after the other.
 
@@ -215,15 +216,15 @@ class Model:
             sequences: token ids without those of the prefixes.
             store: takes the keys and values, including the prefixes'; None where nothing will be generated.
             use_adapter: whether to compute each sequence with the LoRA adapter; empty: none of them.
-            prefixes: keys and values of the tokens before each sequence, [2, layers, K, tokens, D], or None; empty:
-                there are none.
+            prefixes: keys and values of the tokens before each sequence, or None; empty: there are none.
 
         Returns:
             Hidden states [N, H] after the last norm, for ``logits``.
         """
         weights = self.weights
-        prefixes = prefixes or [None] * len(sequences)
-        starts = [0 if prefix is None else prefix.shape[3] for prefix in prefixes]
+        parts = [prefix.parts if prefix is not None else [] for prefix in prefixes] or [[]] * len(sequences)
+        before = [torch.cat(known, 3) if known else None for known in parts]
+        starts = [0 if prefix is None else prefix.shape[3] for prefix in before]
         lengths = [len(sequence) for sequence in sequences]
         tokens = torch.tensor([token for sequence in sequences for token in sequence], device=self.device)
         spans = zip(starts, lengths, strict=True)
@@ -237,7 +238,7 @@ class Model:
             for number, (query, key, value) in enumerate(
                 zip(*(part.split(lengths) for part in projected), strict=True)
             ):
-                prefix = prefixes[number]
+                prefix = before[number]
                 keys, values = _whole(None if prefix is None else prefix[:, index], key, value)
                 start, end = starts[number], starts[number] + lengths[number]
                 attended.append(attend_causally(query, keys, values, start, self._scale, joins=self._joins_rows))

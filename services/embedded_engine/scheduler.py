@@ -17,7 +17,7 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.kv_cache import PrefixCache, Rows, common_length
+from services.embedded_engine.kv_cache import Prefixes, Rows
 from services.embedded_engine.loading import Loaded
 from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of, top_logprobs
 
@@ -142,7 +142,7 @@ class Scheduler:
         self.unfinished: set[Request] = set()
         """All requests with a completion that has not ended."""
         self._cache = loaded.cache
-        self._prefixes = PrefixCache(loaded.cache.prefix_tokens)
+        self._prefixes = loaded.cache.prefixes
         self._decode_text = loaded.decode_text
         self._prefill_tokens = prefill_tokens
         self._sampler: Sampler | None = None
@@ -308,7 +308,7 @@ class Scheduler:
             tokens,
             self._cache.storer([admission.rows for admission in admissions]),
             [entry.request.use_adapter for entry in entries],
-            [torch.cat(admission.prefix, 3) if admission.prefix else None for admission in admissions],
+            [admission.prefix for admission in admissions],
         )
         PROMPT_TOKENS.inc(len(hidden))
         CACHED_TOKENS.inc(sum(admission.num_cached for admission in admissions))
@@ -365,21 +365,23 @@ class Admission:
     entry: QueueEntry
     sequences: list[Sequence]
     rows: slice
-    prefix: list[Tensor]
+    prefix: Any
+    """What ``Prefixes.find`` returned; None if it was not asked."""
 
     @property
     def num_cached(self) -> int:
-        """The number of tokens of the prefix."""
-        return sum(part.shape[3] for part in self.prefix)
+        """The number of tokens that need no prefill."""
+        length: int = self.prefix.length if self.prefix is not None else 0
+        return length
 
 
-def choose(queue: deque[QueueEntry], cache: Rows, prefixes: PrefixCache, running: int, budget: int) -> list[Admission]:
+def choose(queue: deque[QueueEntry], cache: Rows, prefixes: Prefixes, running: int, budget: int) -> list[Admission]:
     """Take entries from the queue, in order, as far as rows and prompt tokens allow.
 
     Args:
         queue: the entries.
         cache: its first ``running`` rows are in use.
-        prefixes: keys and values that need no prefill.
+        prefixes: what needs no prefill.
         running: number of running sequences.
         budget: prompt tokens to compute at most.
     """
@@ -397,7 +399,7 @@ def choose(queue: deque[QueueEntry], cache: Rows, prefixes: PrefixCache, running
         rows = slice(used, used + min(free, len(entry.sequences)))
         admission = Admission(entry, entry.sequences[:free], rows, _find_prefix(prefixes, entry))
         cost = 0 if entry.cached else len(entry.tokens) - admission.num_cached
-        shares = prefixes.max_tokens > 0 and any(_shares_more(admission, other) for other in chosen)
+        shares = prefixes.max_tokens > 0 and any(_shares_more(prefixes, admission, other) for other in chosen)
         if chosen and (cost > budget or shares):
             break
         entry.sequences = entry.sequences[free:]
@@ -410,18 +412,18 @@ def choose(queue: deque[QueueEntry], cache: Rows, prefixes: PrefixCache, running
     return chosen
 
 
-def _find_prefix(prefixes: PrefixCache, entry: QueueEntry) -> list[Tensor]:
-    """Return cached keys and values of an entry's tokens but the last, which is computed for its logits."""
-    if entry.cached is not None or entry.request.logprob_start is not None:
-        return []
-    return prefixes.find(entry.request.use_adapter, entry.tokens[:-1])
+def _find_prefix(prefixes: Prefixes, entry: QueueEntry) -> Any:
+    """Return what is kept of an entry's tokens, if it may be used."""
+    if entry.cached is not None or entry.request.logprob_start is not None or not prefixes.max_tokens:
+        return None
+    return prefixes.find(entry.request.use_adapter, entry.tokens)
 
 
-def _shares_more(admission: Admission, other: Admission) -> bool:
+def _shares_more(prefixes: Prefixes, admission: Admission, other: Admission) -> bool:
     """Return whether ``admission`` could take many more tokens from the prefix cache after the prefill of ``other``."""
     entry, before = admission.entry, other.entry
     if entry.cached or entry.request.logprob_start is not None or not other.sequences:
         return False
     if entry.request.use_adapter != before.request.use_adapter:
         return False
-    return common_length(entry.tokens[:-1], before.tokens) - admission.num_cached >= SHARED_TOKENS
+    return prefixes.shared(entry.tokens, before.tokens) - admission.num_cached >= SHARED_TOKENS

@@ -15,13 +15,14 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from services.core.files import atomic_write
 from services.engines.engine import Engine, WorkerRefusedError
@@ -48,8 +49,11 @@ COMPARED = 8
 NAMED = 3
 """Tensors that a sentence names."""
 
+T = TypeVar("T")
 Answers = NDArray[np.float64]
 """Log-probabilities of the fixed text's tokens but the first, [N]."""
+Sums = Mapping[str, Mapping[str, str]]
+"""An engine's checksums by rank and name."""
 _FUSED = (
     (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13_"),
     (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
@@ -72,115 +76,86 @@ class UnprovenError(WorkerRefusedError):
             served: the version that it serves, if that is known.
             tensors: the names of tensors that differ.
         """
-        self.record: dict[str, Any] = {
-            "time": time.time(),
-            "worker": url,
-            "confirmed": version,
-            "served": served,
-            "tensors": [*tensors],
-            "reason": what,
-        }
+        self.record: dict[str, Any] = {"time": time.time(), "worker": url, "confirmed": version}
+        self.record |= {"served": served, "tensors": [*tensors], "reason": what}
         super().__init__(sentence(self.record))
 
 
 def sentence(record: Mapping[str, Any]) -> str:
     """Return in words what a failed proof has found."""
     served, names = record["served"], record["tensors"]
+    which = "" if served is None else f"; version {served} is served"
+    which = "; the model without its adapter is served" if served == MODEL_ALONE else which
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    which = {None: "", MODEL_ALONE: "; the model without its adapter is served"}.get(
-        served, f"; version {served} is served"
-    )
     differing = f": {', '.join(names[:NAMED])}{more}" if names else ""
     return f"worker {record['worker']} confirms version {record['confirmed']}{which} ({record['reason']}{differing})"
 
 
-@dataclass
-class Evidence:
-    """The trainer's facts about the versions that it has published."""
+class Evidence(BaseModel):
+    """The trainer's facts about the versions that it has published; launchers read them in a version's directory."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     """The fixed text."""
-    answers: dict[int, list[float]] = field(default_factory=dict)
+    answers: dict[int, list[float]] = {}
     """The trainer's answers by version."""
-    digests: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+    digests: dict[int, dict[str, list[str]]] = {}
     """By version and name the digest of each tensor, and of its value rounded to bfloat16 where that differs."""
-    with_zeros: set[str] = field(default_factory=set)
+    with_zeros: set[str] = Field(set(), exclude=True)
     """The tensors of the first version that have zeros, whose sign the dither of rounding may change."""
     noise: float = 0.0
     """The largest root mean square of the difference between the answers of a worker and the trainer; 0: not known."""
 
-    def remember(self, version: int, answers: list[float]) -> None:
-        """Keep the answers of a version, and forget old ones."""
-        self.answers[version] = answers
-        self._forget(self.answers, REMEMBERED)
-
-    def note_digests(self, version: int, digests: dict[str, list[str]]) -> None:
-        """Keep the digests of a version, and forget old ones."""
-        self.digests[version] = digests
-        self._forget(self.digests, COMPARED)
-
     def write(self, version: int, directory: Path) -> None:
-        """Write the facts of a version for the launchers, which load it out of this directory."""
-        content = {
-            "token_ids": self.token_ids,
-            "answers": {str(each): values for each, values in [*self.answers.items()]},
-            "digests": {str(version): self.digests[version]} if version in self.digests else {},
-            "noise": self.noise,
-        }
-        atomic_write(directory / PROOF_FILE, orjson.dumps(content))
+        """Write the facts of a version into its directory."""
+        digests = {version: self.digests[version]} if version in self.digests else {}
+        own = self.model_copy(update={"answers": self.answers.copy(), "digests": digests})
+        atomic_write(directory / PROOF_FILE, own.model_dump_json())
 
     @classmethod
     def read(cls, directory: Path) -> Evidence:
         """Return the facts in a version's directory; none if there are none."""
         try:
-            content = orjson.loads((directory / PROOF_FILE).read_bytes())
+            return cls.model_validate_json((directory / PROOF_FILE).read_bytes())
         except FileNotFoundError:
             return cls()
-        answers, digests = (
-            {int(key): value for key, value in content[name].items()} for name in ("answers", "digests")
-        )
-        return cls(content["token_ids"], answers, digests, noise=content["noise"])
 
-    def served_by_digests(self, found: Mapping[str, str]) -> int | None:
-        """Return the other version whose tensors these are, if one is remembered."""
-        return next((v for v, own in [*self.digests.items()] if not differing(own, found)), None)
+    def prove_by_name(self, url: str, version: int, found: Mapping[str, str]) -> None:
+        """Compare an engine's digests, by the checkpoint's names, with the trainer's.
 
-    @staticmethod
-    def _forget(by_version: dict[int, Any], most: int) -> None:
-        newest = sorted(version for version in by_version if version > FIRST_VERSION)
-        for version in newest[:-most]:
-            del by_version[version]
+        Raises:
+            UnprovenError: some differ.
+        """
+        if wrong := _differing(self.digests[version], found):
+            served = next((other for other, own in [*self.digests.items()] if not _differing(own, found)), None)
+            what = f"{len(wrong)} of {len(self.digests[version])} tensors differ"
+            raise UnprovenError(url, version, what, served, wrong)
 
 
-def differing(digests: Mapping[str, Sequence[str]], found: Mapping[str, str]) -> list[str]:
+def remember(facts: dict[int, T], version: int, fact: T, most: int) -> None:
+    """Note a fact about a version, and forget those of others but the first and the newest ``most``."""
+    facts[version] = fact
+    for old in sorted(facts.keys() - {MODEL_ALONE, FIRST_VERSION})[:-most]:
+        del facts[old]
+
+
+def _differing(digests: Mapping[str, Sequence[str]], found: Mapping[str, str]) -> list[str]:
     """Return the names of tensors that an engine lacks, has besides, or computes with other values of."""
-    names = dict.fromkeys([*digests, *found])
-    return [name for name in names if name not in found or found[name] not in digests.get(name, ())]
+    return [name for name in {**digests, **found} if found.get(name) not in digests.get(name, ())]
 
 
-def prove_by_name(url: str, version: int, evidence: Evidence, found: Mapping[str, str]) -> None:
-    """Compare an engine's digests, by the checkpoint's names, with the trainer's.
-
-    Raises:
-        UnprovenError: some differ.
-    """
-    if wrong := differing(evidence.digests[version], found):
-        what = f"{len(wrong)} of {len(evidence.digests[version])} tensors differ"
-        raise UnprovenError(url, version, what, evidence.served_by_digests(found), wrong)
+def changed(before: Sums, after: Sums) -> set[str]:
+    """Return the names of tensors whose checksums differ in some rank."""
+    ranks = [(before.get(rank, {}), after.get(rank, {})) for rank in before.keys() | after.keys()]
+    return {name for old, new in ranks for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
 def unlike_the_change(
-    before: Mapping[str, Mapping[str, str]],
-    after: Mapping[str, Mapping[str, str]],
-    old: Mapping[str, Sequence[str]],
-    new: Mapping[str, Sequence[str]],
-    *,
-    is_quantized: bool,
+    before: Sums, after: Sums, old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]], *, is_quantized: bool
 ) -> list[str]:
     """Return the tensors that an engine has changed though the trainer has not, or has kept though the trainer has not.
 
     Args:
-        before: SGLang's checksums of the version before, by rank and name.
+        before: SGLang's checksums of the version before.
         after: those of the new version.
         old: the trainer's digests of the version before; the last of each is of the narrowest type.
         new: those of the new version.
@@ -188,11 +163,11 @@ def unlike_the_change(
     """
     may = {fused(name) for name in new if new[name] != old.get(name)}
     must = {fused(name) for name in new if name in old and new[name][-1] != old[name][-1]}
-    known = {fused(name) for name in new}
-    names = {name for sums in after.values() for name in sums}
-    changed = {name for rank, sums in after.items() for name in sums if sums[name] != before.get(rank, {}).get(name)}
-    kept = set() if is_quantized else (must & names) - changed
-    return sorted(((changed & known) - may) | kept | ({"every tensor"} if must and not changed else set()))
+    differing = changed(before, after)
+    wrong = (differing & {*map(fused, new)}) - may
+    if not is_quantized:
+        wrong |= (must & {name for sums in after.values() for name in sums}) - differing
+    return sorted(wrong | ({"every tensor"} if must and not differing else set()))
 
 
 def fused(name: str) -> str:
@@ -200,19 +175,6 @@ def fused(name: str) -> str:
     for part, whole in _FUSED:
         name = part.sub(whole, name)
     return name
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The answers of trainer and engine to the same text, at a version that the engine certainly served."""
-
-    trainer: Answers
-    engine: Answers
-
-    @property
-    def noise(self) -> float:
-        """The root mean square of their difference."""
-        return _size(self.engine - self.trainer)
 
 
 @dataclass(frozen=True)
@@ -236,37 +198,37 @@ class Verdict:
 
 
 def judge(
-    own: Answers, version: int, remembered: Mapping[int, Sequence[float]], at: Reference, noise: float
+    own: Answers, version: int, remembered: Mapping[int, Sequence[float]], usual: Answers, noise: float
 ) -> Verdict:
     """Return the version that an engine serves, by its answers.
 
-    The engine's systematic difference from the trainer, as it was at the reference, is taken off. Each other version
-    whose answers differ from the confirmed one's by NOISE_FACTOR times the noise is compared: the engine's share of the
-    change, by least squares, is 1 for the confirmed version and 0 for the other.
+    Each other version whose answers differ from the confirmed one's by NOISE_FACTOR times the noise is compared: the
+    engine's share of the change, by least squares, is 1 for the confirmed version and 0 for the other.
 
     Args:
         own: the engine's answers.
         version: the version that it confirms.
         remembered: the trainer's answers by version, this one's included.
-        at: answers at a version that it certainly served.
+        usual: the engine's difference from the trainer at a version that it certainly served, which is taken off.
         noise: the root mean square of the difference between engine and trainer with the same weights.
     """
-    expected = np.array(remembered[version])
-    clean = own - (at.engine - at.trainer)
-    least = NOISE_FACTOR * noise
-    shares = {}
-    for other, answers in remembered.items():
-        change = expected - np.array(answers)
-        if other != version and _size(change) > least:
-            shares[other] = float(change @ (clean - np.array(answers)) / (change @ change))
+    answers = {other: np.array(values) for other, values in [*remembered.items()]}
+    expected, clean, least = answers.pop(version), own - usual, NOISE_FACTOR * noise
+    changes = {other: expected - old for other, old in answers.items() if size(expected - old) > least}
+    shares = {other: float(by @ (clean - answers[other]) / (by @ by)) for other, by in changes.items()}
     wrong = [other for other, share in shares.items() if share < LEAST_SHARE]
-    served: int | None = version
     difference = float(np.abs(own - expected).mean())
+    served: int | None = version
     if wrong:
-        served = min(wrong, key=lambda other: _size(clean - np.array(remembered[other])))
+        served = min(wrong, key=lambda other: size(clean - answers[other]))
     elif not difference <= max(TOLERANCE, least):
         served = None
     return Verdict(served, difference, min(shares.values(), default=None), least)
+
+
+def size(values: Answers) -> float:
+    """Return the root mean square of answers."""
+    return float(np.sqrt(np.square(values).mean()))
 
 
 async def answer(engine: Engine, evidence: Evidence, *, by_adapter: bool) -> Answers:
@@ -278,9 +240,10 @@ async def answer(engine: Engine, evidence: Evidence, *, by_adapter: bool) -> Ans
     return np.array(await engine.rescore(evidence.token_ids, ADAPTER_NAME if by_adapter else None))
 
 
-async def alone(engine: Engine, evidence: Evidence) -> Reference:
-    """Return the answers of trainer and engine by the model without an adapter."""
-    return Reference(np.array(evidence.answers[MODEL_ALONE]), await answer(engine, evidence, by_adapter=False))
+async def difference(engine: Engine, version: int, evidence: Evidence) -> Answers:
+    """Return by how much an engine's answers by the model alone differ from the trainer's of a version."""
+    found: Answers = await answer(engine, evidence, by_adapter=False) - np.array(evidence.answers[version])
+    return found
 
 
 async def prove(engine: Engine, version: int, evidence: Evidence, *, is_adapter: bool) -> None:
@@ -291,21 +254,15 @@ async def prove(engine: Engine, version: int, evidence: Evidence, *, is_adapter:
         WorkerRefusedError, DependencyLostError: the engine did not answer.
     """
     if version in evidence.digests and engine.hashes_checkpoint:
-        [found] = (await engine.checksums()).values()
-        prove_by_name(engine.url, version, evidence, found)
+        evidence.prove_by_name(engine.url, version, *(await engine.checksums()).values())
     elif version in evidence.answers and (is_adapter or (evidence.noise and not await engine.is_quantized())):
-        expected = np.array(evidence.answers[version])
-        at = await alone(engine, evidence) if is_adapter else Reference(expected, expected)
         own = await answer(engine, evidence, by_adapter=is_adapter)
-        noise = at.noise if is_adapter else evidence.noise
-        judge(own, version, evidence.answers, at, noise).check(engine.url, version)
+        usual = await difference(engine, MODEL_ALONE, evidence) if is_adapter else np.zeros_like(own)
+        noise = size(usual) if is_adapter else evidence.noise
+        judge(own, version, evidence.answers, usual, noise).check(engine.url, version)
 
 
 def note_refusal(directory: Path, error: UnprovenError) -> None:
     """Leave a failed proof in the version's directory, where the trainer finds it."""
     name = REFUSED_FILES.replace("*", uuid.uuid4().hex)
     atomic_write(directory / name, orjson.dumps(error.record))
-
-
-def _size(values: Answers) -> float:
-    return float(np.sqrt(np.square(values).mean()))

@@ -16,7 +16,7 @@ from services.core.errors import DependencyLostError
 from services.core.processes import Command
 from services.engines.engine import ENGINES, ROUTED, Engine
 from services.engines.settings import EngineKind, RolloutSettings
-from services.engines.sglang_command import check_installed, listen_flags
+from services.engines.sglang_command import listen_flags
 from services.http.client import HttpClient, RequestRefusedError
 
 ROUTER_SECONDS = 30.0
@@ -51,15 +51,6 @@ ROUTER_FLAGS = (
     *("--max-concurrent-requests", "-1", "--log-level", "warn"),
 )
 """The router's defaults, which ROUTER_EXTRA_FLAGS can override."""
-
-
-def check_router_installed() -> None:
-    """Check that this node has the router.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    check_installed("sglang_router", "rollout")
 
 
 def router_command(settings: RolloutSettings, address: Endpoint, metrics: Endpoint) -> Command:

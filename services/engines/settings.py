@@ -19,9 +19,7 @@ class EngineSettings(ModelSettings, ContextSettings, MemorySettings):
 
     engine_dtype: ComputeType = ComputeType.AUTO
     """The type of numbers that the engine computes in: `float32`, `bfloat16` or `auto`. The embedded engine's `auto` is
-    the trainer's (COMPUTE_TYPE): bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX),
-    float32 on other processors, which emulate bfloat16 many times more slowly. SGLang's `auto` is
-    bfloat16."""
+    the trainer's (COMPUTE_TYPE). SGLang's `auto` is bfloat16."""
     engine_max_running_requests: int | None = Field(None, ge=1)
     """Completions computed at once by one engine; further ones wait. Default: SGLang's own choice, and 64 for the
     embedded engine."""

@@ -27,9 +27,9 @@ from services.core.supervisor import ChildRefusedError, SupervisedProcess
 from services.core.tasks import in_background, run_until_first_ends
 from services.engines.engine import Engine, choose_engine
 from services.engines.placement import EnginePlace, place_engines, size_facts
-from services.engines.router import RouterAdmin, check_router_installed, proxy_command, router_command
+from services.engines.router import RouterAdmin, proxy_command, router_command
 from services.engines.settings import EngineKind, RolloutSettings
-from services.engines.sglang_command import EngineKernels
+from services.engines.sglang_command import EngineKernels, check_installed
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.registration import WorkerRegistration
@@ -126,7 +126,7 @@ async def run_node(
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     rank = endpoints.node_rank()
     if rank == 0:
-        check_router_installed()
+        check_installed("sglang_router", "rollout")
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
         registrations, processes, parts = [], [], []

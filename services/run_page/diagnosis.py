@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,41 +47,31 @@ class Diagnosis:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Judge the next step."""
-        run, step = self.history, row["step"]
+        run = self.history
         run.add(row)
         for rule in RULES:
-            if (evidence := rule.check(run)) is None:
+            if (evidence := next(rule.check(run), None)) is None:
                 continue
             before = self._found.get(rule.name)
-            samples = before.samples if before else ()
-            new = [sample for sample in run.examples(evidence.fact, evidence.steps) if sample not in samples]
             severities = [evidence.severity or rule.severity, *([before.severity] if before else [])]
+            samples = [*(before.samples if before else ()), *run.examples(evidence.fact, evidence.steps)]
             self._found[rule.name] = Finding(
                 rule.name,
                 min(severities, key=ORDER.index),
                 rule.certainty,
-                before.first_step if before else run.rows[-min(evidence.steps, len(run.rows))]["step"],
-                step,
+                before.first_step if before else run.rows[-evidence.steps :][0]["step"],
+                row["step"],
                 evidence.text,
-                (*samples, *new)[:MOST_SAMPLES],
+                tuple(dict.fromkeys(samples))[:MOST_SAMPLES],
                 rule.cause,
                 evidence.remedy or rule.remedy,
             )
 
     def findings(self) -> list[Finding]:
         """Return the findings, the most severe first; a doubt that has not come for FORGOTTEN steps is a note."""
-        rows = self.history.rows
-        oldest = rows[-FORGOTTEN]["step"] if len(rows) >= FORGOTTEN else 0
+        oldest = self.history.rows[-FORGOTTEN]["step"] if len(self.history.rows) >= FORGOTTEN else 0
         judged = [
             replace(found, severity=NOTE) if found.severity == DOUBT and found.last_step < oldest else found
             for found in self._found.values()
         ]
         return sorted(judged, key=lambda found: (ORDER.index(found.severity), found.first_step))
-
-
-def findings(rows: Sequence[Mapping[str, Any]], **known: Any) -> list[Finding]:
-    """Return the findings of a run, given the records of metrics.jsonl and the other fields of ``History``."""
-    diagnosis = Diagnosis(History(**known))
-    for row in rows:
-        diagnosis.add(row)
-    return diagnosis.findings()

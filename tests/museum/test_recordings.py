@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.run_page.diagnosis import Diagnosis, findings
+from services.run_page.diagnosis import Diagnosis
 from services.run_page.history import History
 from services.run_page.rules import NOTE, RULES
 from tests.museum.faults import EXHIBITS
@@ -41,10 +41,10 @@ def test_the_rule_of_a_fault_finds_it_in_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HEALTHY if name in RUNS])
 def test_nothing_is_found_in_a_healthy_run(name: str) -> None:
-    known = vars(history(name)) | {"rows": []}
-    del known["rows"]
-    found = findings([*rows_of(RUNS[name])], **known)
-    assert [str(finding) for finding in found if finding.severity != NOTE] == []
+    diagnosis = Diagnosis(history(name))
+    for row in rows_of(RUNS[name]):
+        diagnosis.add(row)
+    assert [str(finding) for finding in diagnosis.findings() if finding.severity != NOTE] == []
 
 
 def test_there_are_enough_recordings_and_every_exhibit_names_a_rule() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
+import yaml
 
 from evaluation.store import Sample
 from scripts.models import find_gguf
@@ -59,16 +63,13 @@ def scripted(tmp_path: Path, code: str, **fields: Any) -> Harness:
     program = tmp_path / "harness"
     program.write_text(f"#!{sys.executable} -S\n{ASKS}{code}")
     program.chmod(0o755)
-    variables = {"URL": "$url", "KEY": "$key", "SIZES": "$context $output $turns"}
-    return Harness(
-        name="scripted",
-        packages=("scripted@1.0.0",),
-        program=str(program),
-        record="",
+    return Harness.of(
+        "scripted",
+        f"URL=$url KEY=$key SIZES='$context $output $turns' {shlex.quote(str(program))} $task",
+        package="scripted",
+        version="1.0.0",
         first_prompt=100,
-        arguments=("$task",),
         answer=lambda output, _home: output,
-        variables=variables,
         **fields,
     )
 
@@ -161,6 +162,32 @@ def test_only_the_pinned_version_counts_as_installed(tmp_path: Path, monkeypatch
             assert not harness.is_installed
             record.write_text(json.dumps({"version": harness.version}))
         assert isinstance(program_of(PREFIX + name, 4, 64), Preset)
+
+
+def test_a_configuration_names_the_gateway_the_limits_and_no_tool_that_it_would_refuse() -> None:
+    values = dict.fromkeys(("key", "root", "task"), "text") | {"url": "http://gateway", "home": "/h", "turns": "3"}
+    values |= {"context": "4096", "output": "64"}
+
+    def filled(text: str) -> str:
+        return Template(text).substitute(values)
+
+    codex = tomllib.loads(filled(PRESETS["codex"].files[".codex/config.toml"]))
+    assert codex["model_providers"][codex["model_provider"]]["base_url"] == "http://gateway"
+    assert (codex["model_context_window"], codex["web_search"], codex["features"]["multi_agent"]) == (
+        4096,
+        "disabled",
+        False,
+    )
+    mini = yaml.safe_load(filled(PRESETS["mini-swe-agent"].files["mini.yaml"]))
+    assert (mini["model"]["model_kwargs"]["api_base"], mini["agent"]["step_limit"]) == ("http://gateway", 3)
+    opencode = json.loads(filled(PRESETS["opencode"].variables["OPENCODE_CONFIG_CONTENT"]))
+    gateway = opencode["provider"]["gateway"]
+    assert gateway["options"] == {"baseURL": "http://gateway", "apiKey": "text"}
+    assert gateway["models"]["policy"]["limit"] == {"context": 4096, "output": 64}
+    assert {*opencode["permission"].values()} == {"deny", "allow"}
+    claude = PRESETS["claude-code"]
+    assert filled(claude.variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == "64"
+    assert [*map(filled, claude.arguments)][-4:] == ["--max-turns", "3", "--", "text"]
 
 
 def test_a_preset_that_does_not_exist_and_one_whose_first_prompt_does_not_fit_are_refused() -> None:

@@ -61,7 +61,7 @@ REMEDIES = {
 """The settings that help most, by place."""
 COUNTED_GRAPHS = 256
 """The sequences whose CUDA graphs are part of ENGINE_ASLEEP."""
-LENGTHS = ("activations", "logits and backward pass")
+LENGTHS = ("activations", "logits and backward pass", "scores of attention")
 """Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they warn and refuse nothing."""
 
 
@@ -98,9 +98,16 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
             raise kind(
                 f"MODEL_NAME={settings.model_name} with {machine.nodes} x {machine.ranks_per_node} ranks needs "
                 f"{gigabytes(sum(least.values()))} of {name} ({_largest(least)}), and can use {gigabytes(usable)}; "
-                f"{REMEDIES[place]}"
+                f"{_score_remedy(shape, least)}{REMEDIES[place]}"
             )
     return work
+
+
+def _score_remedy(shape: ModelShape, parts: Mapping[str, int]) -> str:
+    """Return what makes the scores of attention fewer, if there are any."""
+    if "scores of attention" not in parts:
+        return ""
+    return "lower MAX_NEW_TOKENS, " if shape.obstacle else "set LAYOUT=auto, whose trees keep no scores of attention, "
 
 
 def _places(work: Work, need: Need, limits: Limits) -> Iterator[tuple[str, str, dict[str, int], int]]:

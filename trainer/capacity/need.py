@@ -92,6 +92,8 @@ class Work:
     """SHARD_PARAMETERS."""
     has_offload: bool = False
     """CPU_OFFLOAD."""
+    scored_keys: int = 0
+    """Tokens of the longest row where attention writes the scores of all pairs of its tokens; 0 where it does not."""
     lora_rank: int = 0
     has_reference: bool = False
     """True with a second, frozen model."""
@@ -237,12 +239,25 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     parts = state | {
         "gathered parameters": work.compute_bytes * gathered,
         "activations": stored,
+        "scores of attention": _scores(shape, work),
         "logits and backward pass": head,
         "CUDA": CUDA_CONTEXT if work.device == "cuda" else 0,
         "weights of the engine": work.engine.weights(shape) if work.engine and work.engine.keeps_weights else 0,
         "CUDA graphs of the engine": work.engine.graph_bytes if work.engine else 0,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+KEPT_SCORE_BYTES = 8
+"""Most bytes of a score that eager attention keeps for the backward pass: weights in float32, their rounded copy, and
+the hyperbolic tangent of a cap. gpt-oss keeps one number."""
+
+
+def _scores(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of what eager attention keeps of its scores, and of three copies in a layer's backward pass."""
+    layers = 1 if work.checkpointing else shape.layers
+    each = layers * KEPT_SCORE_BYTES + 3 * work.compute_bytes
+    return work.tokens * work.scored_keys * shape.heads * each
 
 
 def _state(shape: ModelShape, work: Work) -> dict[str, int]:

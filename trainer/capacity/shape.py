@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from services.core.errors import ConfigurationError, first_line
 from trainer.model.attention import obstacle_to_trees
-from trainer.model.loading import decoder_layers
+from trainer.model.loading import decoder_layers, row_attention
 from trainer.model.recurrent import is_recurrent, mixes_by_states, without_kernels
 
 
@@ -51,6 +51,8 @@ class ModelShape:
     recurrent_layers: int = 0
     mixer_bytes: int = 0
     """Bytes that autograd keeps of a token where a recurrent layer mixes tokens."""
+    writes_scores: bool = False
+    """True where attention in rows writes the score of every pair of tokens: transformers' eager one."""
     teachers: tuple[ModelShape, ...] = ()
     """Frozen models that a run keeps beside this one, which it trains."""
 
@@ -72,7 +74,8 @@ class ModelShape:
         """
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+                options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **row_attention(config)}
+                model = AutoModelForCausalLM.from_config(config, **options)
         except ValueError as error:
             raise ConfigurationError(
                 f"MODEL_NAME: transformers has no causal language model of type {config.model_type!r}; choose another"
@@ -107,6 +110,7 @@ class ModelShape:
             obstacle=obstacle and f"{config.model_type} {obstacle}",
             recurrent_layers=len(recurrent),
             mixer_bytes=_mixer_bytes(recurrent[0], config.hidden_size) if recurrent else 0,
+            writes_scores=model.config._attn_implementation == "eager",
         )
 
 

@@ -123,9 +123,13 @@ def describe_layout(settings: TrainerSettings, shape: ModelShape) -> str:
 
 def is_uncompiled(settings: TrainerSettings, shape: ModelShape) -> bool:
     """Return whether a model's layers or its teachers' are not compiled on GPUs: those of rows, and recurrent ones."""
-    models = (shape, *shape.teachers)
-    needs_rows = settings.layout is Layout.AUTO and any(model.obstacle for model in models)
-    return settings.layout is Layout.ROWS or needs_rows or any(model.recurrent_layers for model in models)
+    return has_rows(settings, shape) or any(model.recurrent_layers for model in (shape, *shape.teachers))
+
+
+def has_rows(settings: TrainerSettings, shape: ModelShape) -> bool:
+    """Return whether the layout of a run's micro-batches is rows."""
+    needs_rows = any(model.obstacle for model in (shape, *shape.teachers))
+    return settings.layout is Layout.ROWS or (settings.layout is Layout.AUTO and needs_rows)
 
 
 def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
@@ -146,6 +150,7 @@ def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> W
         chunk_states=_chunk_states(shape, memory),
         compute_bytes=machine.compute_bytes,
         is_uncompiled=is_uncompiled(settings, shape),
+        scored_keys=sequence if shape.writes_scores and has_rows(settings, shape) else 0,
         published_bytes=2 if settings.publish_type is PublishedType.BFLOAT16 else 4,
         published_copies=2 if is_sent and not settings.lora_rank else 1,
         shares_versions=is_shared and not memory,

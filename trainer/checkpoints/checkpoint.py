@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import orjson
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -38,6 +37,7 @@ from services.core.errors import ConfigurationError
 from services.core.files import remove_directory, replace_directory, saved_steps
 from services.core.logs import get_logger
 from trainer.checkpoints.state import RunState
+from trainer.model.critic import CriticLearner
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError, writing
@@ -147,15 +147,6 @@ FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
-class SavedCritic(Protocol):
-    """The critic as a checkpoint sees it: a model with its optimizer."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    is_shared: bool
-    """True when both are the policy's."""
-
-
 @dataclass
 class _Pending:
     future: Future[Any]
@@ -193,7 +184,7 @@ class CheckpointStore:
         optimizer: torch.optim.Optimizer,
         state: RunState,
         *,
-        critic: SavedCritic | None = None,
+        critic: CriticLearner | None = None,
         wait: bool = False,
     ) -> None:
         """Start to write a checkpoint: of a copy, while the training continues; with ``wait``, of the state itself.
@@ -289,7 +280,7 @@ class CheckpointStore:
         return None if path is None else (Path(path), read_state(Path(path)))
 
     def load(
-        self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None = None
+        self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None = None
     ) -> None:
         """Load model and optimizer, and the critic's, from a checkpoint; see ``load_checkpoint``."""
         load_checkpoint(path, policy, optimizer, critic)
@@ -321,7 +312,7 @@ class CheckpointStore:
 
 
 def load_checkpoint(
-    path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None = None
+    path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None = None
 ) -> None:
     """Load model and optimizer, and the critic's, from a checkpoint, sharded as in this run. A collective.
 
@@ -339,7 +330,7 @@ def load_checkpoint(
         set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
 
 
-def tensors_of(policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None) -> dict[str, Any]:
+def tensors_of(policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None) -> dict[str, Any]:
     """Return the state of the models, which have their masters, and of their optimizers by its name in a checkpoint."""
     state: dict[str, Any] = {}
     _begin(optimizer)

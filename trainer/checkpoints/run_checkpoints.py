@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,9 +20,10 @@ from services.core.logs import get_logger
 from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from services.weights.policy_store import PolicyStore
-from trainer.checkpoints.checkpoint import CheckpointStore, SavedCritic
+from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.state import Fingerprint, RunState, TeacherPrint, check_same
 from trainer.config import Mode, TrainerSettings
+from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
@@ -36,23 +36,16 @@ LEAVE_SNAPSHOT_SECONDS = 15.0
 """Longest wait for the replay buffer's snapshot when the run ends: it may be killed soon after it was asked to stop."""
 
 
-class ReplaySnapshots(Protocol):
-    """The replay buffer as checkpoints see it."""
-
-    def save_replay(self, label: str, deadline: float | None = None) -> None:
-        """Save the contents under ``label``, within ``deadline`` seconds."""
-
-    def forget_replay(self, label: str, deadline: float | None = None) -> None:
-        """Delete a snapshot, within ``deadline`` seconds."""
-
-
 @dataclass
 class RunCheckpoints:
     """Saves the run's state; on rank 0."""
 
     settings: TrainerSettings
     state: RunState
-    replay: ReplaySnapshots
+    save_replay: Callable[[str, float | None], None]
+    """Saves the replay buffer's contents under a label, within so many seconds."""
+    forget_replay: Callable[[str, float | None], None]
+    """Deletes such a snapshot, within so many seconds."""
     store: CheckpointStore
     save_state: Callable[..., None]
     """Has all ranks start a checkpoint of a state; see RankCalls.save_checkpoint."""
@@ -73,7 +66,7 @@ class RunCheckpoints:
         """
         state, label = self.state, f"{self.settings.run_id}-step-{self.state.step:06d}"
         try:
-            self.replay.save_replay(label, snapshot_seconds)
+            self.save_replay(label, snapshot_seconds)
             state.replay_snapshot = label
         except DependencyLostError as error:
             # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
@@ -97,7 +90,7 @@ class RunCheckpoints:
         """Delete the replay buffer's snapshots of removed checkpoints."""
         for label in self.store.take_removed_snapshots():
             try:
-                self.replay.forget_replay(label, deadline)
+                self.forget_replay(label, deadline)
             except DependencyLostError as error:
                 log.warning("a snapshot of the replay buffer stays", snapshot=label, reason=str(error))
 
@@ -130,7 +123,7 @@ def resume(
     data: DataStats,
     learner: Learner,
     checkpoints: CheckpointStore,
-    critic: SavedCritic | None = None,
+    critic: CriticLearner | None = None,
     probes: Mapping[str, list[float]] | None = None,
 ) -> RunState:
     """Load the newest checkpoint and return its state; without one return a fresh state. A collective.

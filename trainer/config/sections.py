@@ -189,9 +189,8 @@ class RunSection(ModelSettings, MethodSettings, ModeSection, SynchronousSection,
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of everything random."""
     checkpoint_every: int = Field(25, ge=0)
-    """Steps between two checkpoints; 0: at the end, and with EVAL_EVERY at each best accuracy. Even with 0 a run
-    leaves its last checkpoint, whose optimizer makes it three times as large as the float32 weights: 1.6 GB of the 3.4
-    GB that a run of the demo's model leaves."""
+    """Steps between two checkpoints; 0: at the end, and with EVAL_EVERY at each best accuracy. Even with 0 a run leaves
+    its last checkpoint, three times as large as the float32 weights."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that are kept, besides the best one. The best has the highest greedy pass@1, a point estimate,
     on the EVAL_PROMPTS held-out prompts."""
@@ -207,9 +206,8 @@ class RunSection(ModelSettings, MethodSettings, ModeSection, SynchronousSection,
     (TRACKIO_SPACE_ID and others; unset, its files are in SHARED_DIR/trackio). `auto`: `wandb` if WANDB_API_KEY is set.
     A resumed run continues its curve there."""
     profile_steps: Annotated[str, AfterValidator(_named_steps)] = ""
-    """Profile these steps, such as `10` or `10:12`, on rank 0 and in SGLang: the directory `profile` of the run
-    has traces of the processor and the GPU for Perfetto, a snapshot of the trainer's GPU memory, and a timeline of
-    phases and groups."""
+    """Profile these steps, such as `10` or `10:12`, on rank 0 and in SGLang: the directory `profile` of the run has
+    traces for Perfetto, a snapshot of GPU memory, and a timeline."""
 
 
 class AgentSection(AgentFunction):
@@ -305,7 +303,7 @@ class RewardsSection(Settings):
     """The tokens that share an advantage. `episode`: all of an episode. `turn`: those of a turn, by what the episode
     earned from that turn on, compared with the same turn of the group's other episodes; for environments, and for
     agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case; with `turn` a step of GAMMA
-    and GAE_LAMBDA is a turn of the policy, and not a token."""
+    and GAE_LAMBDA is a turn."""
 
 
 class ComponentsSection(Settings):
@@ -374,13 +372,12 @@ class AlgorithmSection(RewardsSection, ComponentsSection, ImportanceCapSection, 
     `sequence_mean` for `gspo` and `sapo`, else `token_mean`."""
     drop_equal_groups: bool = False
     """Leave groups whose advantages are all 0 out of the batch before UPDATES_PER_BATCH divides it, so that a step is
-    not the shorter the more groups have equal rewards. prime-rl and tinker do so. Off, or with a KL loss, ENTROPY_COEF
-    or CRITIC=shared: their tokens count in the mean."""
+    not the shorter the more groups have equal rewards. Off, or with a KL loss, ENTROPY_COEF or CRITIC=shared: their
+    tokens count in the mean."""
     importance_correction: ImportanceCorrection = ImportanceCorrection.TRUNCATED
     """Weight of tokens that an older policy, or an engine that rounds otherwise, sampled: `truncated`, `icepop`,
-    `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step (decoupled objective), so
-    it acts with several updates a batch only; but that of `cispo` bounds the weight. With `none` it is around the
-    policy that sampled."""
+    `sequence`, `geometric` or `none`. The clip is around the policy at the start of the step, with `none` around the
+    policy that sampled (docs/algorithm.md)."""
     off_policy_max_kl: float | None = Field(None, gt=0)
     """Leave out completions with negative advantage whose mean log(behaviour / policy) per token exceeds this; unset:
     off. [advanced]"""
@@ -414,11 +411,10 @@ class CriticSection(SharedCriticSection):
     """Discount of a step. [advanced]"""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Weight of longer estimates: 1 is the whole completion's return less the value (no bias), 0 one step (least
-    variance). Below 1, a reward at the end reaches tokens L before it with weight GAE_LAMBDA^L only."""
+    variance)."""
     value_clip: float = Field(0.2, ge=0)
     """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second update of a
-    batch on. 0.2 as in PPO's first code (arXiv:2005.12729); verl has 0.5, half of the range of a reward from 0 to 1.
-    [advanced]"""
+    batch on. 0.2 as in PPO's first code (arXiv:2005.12729). [advanced]"""
     critic_learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -468,8 +464,7 @@ class AdaptersSection(Settings):
     read_with = "LORA_RANK"
 
     lora_alpha: float = Field(32.0, gt=0)
-    """LoRA's scale is this divided by the rank: 4 with rank 8, 1 with rank 32. It does not follow the rank, so
-    another rank also changes the size of a step."""
+    """LoRA's scale is this divided by the rank: 4 with rank 8, 1 with rank 32."""
 
 
 class OptimisationSection(AdaptersSection):
@@ -504,16 +499,14 @@ class MemorySection(MemorySettings):
 
     compute_type: ComputeType = ComputeType.AUTO
     """The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is bfloat16 on a GPU
-    and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, which emulate
-    bfloat16 many times more slowly; all ranks take the same type. With PUBLISH_TYPE=float32 `auto` is float32, and
-    `bfloat16` is refused, because engines would have another policy. Master weights are always float32."""
+    and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors and with
+    PUBLISH_TYPE=float32. Master weights are always float32."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention. Unset on GPUs:
     half of them, if that saves `ACTIVATION_CHECKPOINTING=auto` from recomputing whole layers."""
     attention_kernel: Literal["triton", "flash"] = "triton"
     """The kernel of attention on GPUs. `flash` is FlashAttention 4, of the package flash-attn-4, on an H100 or newer,
-    for models without windows, caps or sinks. No GPU has run it here yet: compare both with
-    `make bench-gpu BENCH="--only attention"` first. [advanced]"""
+    for models without windows, caps or sinks. No GPU has run it here yet. [advanced]"""
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     """Recompute layers in the backward pass: `true`, `false`, or on GPUs `selective`: the parts that the compiler finds
     cheap, such as attention, which at least halves the memory for activations. `auto`: the fastest that a GPU's memory
@@ -521,18 +514,15 @@ class MemorySection(MemorySettings):
     shard_parameters: bool | Literal["auto"] = "auto"
     """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
     memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
-    CPU. The state is sharded within a node and replicated between nodes if it fits, and otherwise sharded over all."""
+    CPU."""
     cpu_offload: bool | Literal["auto"] = "auto"
     """`true`: on GPUs, keep the state (master weights, gradients, AdamW's moments, frozen models) in host memory, take
     optimizer steps there, and copy each layer to the GPU when it computes. `auto`: only if nothing else fits, and never
-    with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter, and copies 12 of them in each
-    micro-batch."""
+    with LORA_RANK, whose state is small. It needs 16 bytes of host memory a parameter."""
     layout: Layout = Layout.AUTO
     """`tree`: tokens that completions of a prompt share are computed once, in the trainer's own attention. `rows`: each
-    completion is a row with its prompt, padded on the right, in the model's own forward pass, which takes every causal
-    language model of transformers. `auto`: trees for families whose layers the trainer knows (Llama, Qwen2, Qwen3,
-    Gemma, gpt-oss and others; the recurrent layers of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H), otherwise
-    rows."""
+    completion is a row with its prompt, padded on the right, in the model's own forward pass. `auto`: trees for
+    families whose layers the trainer knows (docs/models.md), otherwise rows."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that compute each micro-batch together, an equal part of its tokens each, so that a sequence may be longer
     than one GPU holds; 1: off. MICRO_BATCH_TOKENS is then the part of one rank. It must divide the number of ranks and
@@ -548,8 +538,8 @@ class PublishingSection(Settings):
     volume all the same. `local`: in memory that the trainer shares with engines on its host; whole weights only."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters. Whole weights are rounded to bfloat16 up or down,
-    with the chance that makes their mean exact. The trainer computes with the rounded weights, too. The trained model
-    in the run directory is the last published version byte for byte; merged adapters are float32."""
+    with the chance that makes their mean exact, and the trainer computes with the rounded weights, too
+    (docs/algorithm.md)."""
     publish_in_place: bool | None = None
     """Change weights under generations in flight, which continue with the new ones; each token's version is recorded.
     Off: they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`.

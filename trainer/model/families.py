@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_STEPS = "its steps, against transformers"
+_STEPS = "steps"
 _JOB = "whole runs"
 _DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _WINDOW = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}

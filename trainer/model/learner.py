@@ -163,6 +163,7 @@ class Learner:
             for i, part in enumerate(parts)
         ]
         rates = self._rates(step, position)
+        self.policy.expert_load.clear()
         order = part_order(self.settings, step)
         batches = packed([pieces for i in order for pieces in parts[i].micro_batches], self.ranks)
         passes = [
@@ -175,6 +176,7 @@ class Learner:
         steps = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
         result, refused = UpdateResult.of(steps, [parts[i] for i in order], started), len(groups) - len(known)
         metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
+        metrics |= self.policy.expert_load.take(self.ranks)
         return replace(result, refused=refused, metrics=metrics)
 
     def add_gradients(self, groups: Sequence[TrainingGroup], size: StepSize) -> None:
@@ -202,6 +204,8 @@ class Learner:
         started = time.perf_counter()
         part, refused = self.wave_part(groups)
         waves = self._waves
+        if not waves.parts:
+            self.policy.expert_load.clear()
         try:
             waves.diagnostics.add(self._add_gradients(part, UNDIVIDED, should_stop))
         except StopRequestedError:
@@ -233,6 +237,7 @@ class Learner:
             ]
         result = UpdateResult.of(steps, waves.parts, started - waves.seconds)
         metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(waves.refused)}
+        metrics |= self.policy.expert_load.take(self.ranks)
         return replace(result, refused=waves.refused, metrics=metrics)
 
     def logprobs(

@@ -119,8 +119,8 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
     config = load_config(settings)
     if settings.layout is not Layout.ROWS:
         options["attn_implementation"] = TREE_ATTENTION
-    elif getattr(config, "attn_logit_softcapping", None) is not None:
-        options["attn_implementation"] = "eager"  # transformers' default leaves out caps of scores
+    else:
+        options |= row_attention(config)
     with _as_configuration_error(settings.model_name):
         if materialise:
             model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
@@ -135,6 +135,15 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         if has_states:
             check_states(decoder_layers(model.base_model), config.hidden_size)
     return cast("PreTrainedModel", model)
+
+
+def row_attention(config: PretrainedConfig) -> dict[str, str]:
+    """Return the option that names a model's attention in rows; none where it is transformers' default.
+
+    The default is eager for models with sinks, and otherwise leaves out caps of scores.
+    """
+    has_caps = getattr(config, "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if has_caps else {}
 
 
 def decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:

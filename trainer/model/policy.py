@@ -39,6 +39,7 @@ from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
 from trainer.model.attention import SharedLayout, windows_of
+from trainer.model.expert_load import ExpertLoad
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
     Description,
@@ -137,6 +138,7 @@ class Policy(nn.Module):
         """The files to save with the weights; set on rank 0's policy in training and on its teachers only."""
         self.value_head: ValueHead | None = None
         """The critic's head on the policy's model; ``load_policy`` sets it for CRITIC=shared."""
+        self.expert_load = ExpertLoad(model)
         self.masters = Masters()
         """The float32 masters of the trained weights; ``load_policy`` sets them if the weights are rounded."""
 
@@ -153,7 +155,8 @@ class Policy(nn.Module):
         model = self.causal_lm()
         weight, form = output_head(model)
         temperature = self.temperature if temperature is None else temperature
-        states = predicting_states(model.base_model, batch)
+        with self.expert_load.counting(batch):
+            states = predicting_states(model.base_model, batch)
         targets = batch.of_own(batch.targets)
         logprobs, entropies = token_logprobs(states, weight, targets, batch.state_ids, temperature, form=form)
         values = None if self.value_head is None else of_tokens(self.value_head(states), batch)

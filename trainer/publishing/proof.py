@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,19 @@ from services.engines.proof import (
     MODEL_ALONE,
     NOISE_FACTOR,
     REFUSED_FILES,
-    Reference,
+    REMEMBERED,
+    Answers,
+    Sums,
     UnprovenError,
     Verdict,
-    alone,
     answer,
+    changed,
+    difference,
     fused,
     judge,
-    prove_by_name,
+    remember,
     sentence,
+    size,
     unlike_the_change,
 )
 from services.protocol.groups import TokenSequence
@@ -65,8 +69,25 @@ REMEDY = (
     "its newest checkpoint"
 )
 
-Sums = dict[str, dict[str, str]]
-"""Checksums by rank and name."""
+
+@dataclass
+class Known:
+    """The facts about a worker that its next proof needs."""
+
+    usual: Answers | None = None
+    """The difference of its answers from the trainer's at the last version that it certainly served."""
+    noise: float = 0.0
+    """The root mean square of the first such difference."""
+    first: Sums = field(default_factory=dict)
+    """Its checksums with MODEL_NAME's own weights."""
+    version: int | None = None
+    """The last version with checksums of its own layout; None: none yet."""
+    sums: Sums = field(default_factory=dict)
+    """Those checksums."""
+    before: Sums = field(default_factory=dict)
+    """Those before this publication, if it has been compared with them."""
+    is_proven: bool = False
+    """Its checksums prove this publication."""
 
 
 class Prover:
@@ -82,19 +103,10 @@ class Prover:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._read = {*settings.policy_dir.glob(f"v*/{REFUSED_FILES}")}
         """Launchers' refusals that have been counted, by this process or one before it."""
-        self._at: dict[str, Reference] = {}
-        """The answers of each worker, by URL, at the last version that it certainly served."""
-        self._noise: dict[str, float] = {}
-        self._sums: dict[str, tuple[int, Sums]] = {}
-        """The last version of each worker with checksums of its own layout, and these."""
-        self._before: dict[str, Sums] = {}
-        """The checksums before, of workers that this publication has changed."""
-        self._first: dict[str, Sums] = {}
-        """The checksums of workers that have MODEL_NAME's own weights."""
-        self._proven: set[str] = set()
-        """The workers whose checksums prove this publication."""
+        self._workers: defaultdict[str, Known] = defaultdict(Known)
+        """By URL."""
         self._pause = 0.0
-        """Longest time for which they were computed in a worker's pause."""
+        """Longest time for which checksums were computed in a worker's pause."""
 
     def remember(self, version: int, policy: Policy, logprobs: Callable[..., list[PerToken]]) -> None:
         """Compute the answers to the fixed text of a version that will be published. A collective.
@@ -109,17 +121,14 @@ class Prover:
             assert policy.description is not None, "rank 0 has it"
             context = getattr(policy.config, "max_position_embeddings", None) or TOKENS + 1
             evidence.token_ids = policy.description.tokenizer.encode(TEXT)[: min(TOKENS, context - 1)]
-        ids, zeros = evidence.token_ids, [0] * (len(evidence.token_ids) - 1)
-        tokens = TokenSequence(
-            completion_ids=ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.LENGTH
-        )
-        group = TrainingGroup(ids[:1], [tokens])
-        if self._is_adapter and MODEL_ALONE not in evidence.answers:
-            (base,) = logprobs([group], temperature=1.0, use_adapters=False)[0]
-            evidence.remember(MODEL_ALONE, base.tolist())
-        if version not in evidence.answers:
-            (own,) = logprobs([group], temperature=1.0)[0]
-            evidence.remember(version, own.tolist())
+        first, *ids = evidence.token_ids
+        zeros, end = [0] * len(ids), FinishReason.LENGTH
+        text = TokenSequence(completion_ids=ids, logprobs=zeros, policy_versions=zeros, finish_reason=end)
+        for each in [MODEL_ALONE, version] if self._is_adapter else [version]:
+            if each not in evidence.answers:
+                group = TrainingGroup([first], [text])
+                (own,) = logprobs([group], temperature=1.0, use_adapters=each != MODEL_ALONE)[0]
+                remember(evidence.answers, each, own.tolist(), REMEMBERED)
 
     async def look(self, version: int, engine: Engine) -> None:
         """Ask an engine before a publication what it computes with, if it has MODEL_NAME's own weights until then.
@@ -127,15 +136,14 @@ class Prover:
         Raises:
             WorkerRefusedError, DependencyLostError: it does not say so.
         """
-        is_first = version == FIRST_VERSION and not self._is_adapter and self._writer.is_exact
-        if not is_first or engine.url in self._first or await engine.is_asleep():
+        known, is_first = self._workers[engine.url], version == FIRST_VERSION and self._writer.is_exact
+        if not is_first or self._is_adapter or known.first or await engine.is_asleep():
             return
         if await engine.version() == FIRST_VERSION:
             if FIRST_VERSION in self._evidence.answers:
                 # The noise of the engine's own type and kernels, whatever the publication does.
-                expected = np.array(self._evidence.answers[FIRST_VERSION])
-                self._note(engine.url, Reference(expected, await answer(engine, self._evidence, by_adapter=False)))
-            self._first[engine.url] = await self._checksums(engine)
+                self._note(known, await difference(engine, FIRST_VERSION, self._evidence))
+            known.first = await self._checksums(engine)
 
     async def check_weights(self, version: int, engine: Engine) -> None:
         """Prove the weights of an engine that is paused, as far as its checksums go.
@@ -144,58 +152,56 @@ class Prover:
             UnprovenError: the engine has not got the version.
             WorkerRefusedError, DependencyLostError: it gave no checksums though it could.
         """
-        started, url = time.perf_counter(), engine.url
+        started, known, evidence = time.perf_counter(), self._workers[engine.url], self._evidence
         await in_background(self._writer.wait_for_digests)
         sums = await self._checksums(engine)
         if sums and engine.hashes_checkpoint:
-            prove_by_name(url, version, self._evidence, next(iter(sums.values())))
-            self._proven.add(url)
+            evidence.prove_by_name(engine.url, version, *sums.values())
+            known.is_proven = True
         elif sums:
             await self._compare_with_before(version, engine, sums)
-        if version == FIRST_VERSION and sums and (first := self._first.get(url)):
-            pairs = [(before, sums.get(rank, {})) for rank, before in first.items()]
-            changed = {name for before, after in pairs for name in before if before[name] != after.get(name)}
-            if zeros := self._evidence.with_zeros:
+        if version == FIRST_VERSION and sums and known.first:
+            names = changed(known.first, sums)
+            if zeros := evidence.with_zeros:
                 # Under a name of the engine's own, a tensor may be one of those.
-                digests = self._evidence.digests[version]
-                changed &= {*digests, *map(fused, digests)} - {*zeros, *map(fused, zeros)}
-            if changed:
+                names &= {*evidence.digests[version], *map(fused, evidence.digests[version])}
+                names -= {*zeros, *map(fused, zeros)}
+            if names:
                 what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
-                raise UnprovenError(url, version, what, None, sorted(changed))
+                raise UnprovenError(engine.url, version, what, None, sorted(names))
         self._pause = max(self._pause, time.perf_counter() - started)
 
     async def _compare_with_before(self, version: int, engine: Engine, sums: Sums) -> None:
         """Compare how checksums of an engine's own layout have changed with how the trainer's digests have."""
-        digests, url = self._evidence.digests, engine.url
-        before, old = self._sums.get(url, (None, {}))
-        if before in digests:
-            quantized = await engine.is_quantized()
-            wrong = unlike_the_change(old, sums, digests[before], digests[version], is_quantized=quantized)
-            if wrong:
-                what = f"its tensors have not changed as the trainer's have since version {before}"
-                raise UnprovenError(url, version, what, before if sums == old else None, wrong)
-        if before in digests or self._first.get(url) == sums:
-            self._proven.add(url)
-        if before in digests:
-            self._before[url] = old
-        self._sums[url] = version, sums
+        digests, known = self._evidence.digests, self._workers[engine.url]
+        if known.version in digests:
+            is_quantized = await engine.is_quantized()
+            old, new = digests[known.version], digests[version]
+            if wrong := unlike_the_change(known.sums, sums, old, new, is_quantized=is_quantized):
+                what = f"its tensors have not changed as the trainer's have since version {known.version}"
+                raise UnprovenError(engine.url, version, what, known.version if sums == known.sums else None, wrong)
+            known.before = known.sums
+        known.is_proven = known.version in digests or sums == known.first
+        known.version, known.sums = version, sums
 
     def unlike_others(self, version: int) -> dict[str, UnprovenError]:
         """Return by URL an error for each engine that has other checksums than most that it was equal to before."""
-        alike: dict[bytes, dict[str, Sums]] = {}
-        for url, old in self._before.items():
-            alike.setdefault(_dumped(old), {})[url] = self._sums[url][1]
-        self._before = {}
+        alike: defaultdict[bytes, dict[str, Sums]] = defaultdict(dict)
+        for url, known in self._workers.items():
+            if known.before:
+                alike[_dumped(known.before)][url] = known.sums
+                known.before = {}
         found = {}
-        for sums in alike.values():
-            counts = Counter(map(_dumped, sums.values()))
-            common, number = counts.most_common(1)[0]
-            usual = next(each for each in sums.values() if _dumped(each) == common)
-            for url, own in sums.items():
-                if own != usual or 2 * number <= len(sums) != number:
-                    wrong = {name for rank in usual for name in usual[rank] if own[rank].get(name) != usual[rank][name]}
-                    what = f"it differs from {len(sums) - counts[_dumped(own)]} engines to which it was equal before"
-                    found[url] = UnprovenError(url, version, what, None, sorted(wrong))
+        for engines in alike.values():
+            counts = Counter(map(_dumped, engines.values()))
+            [(common, number)] = counts.most_common(1)
+            usual = next(sums for sums in engines.values() if _dumped(sums) == common)
+            for url, sums in engines.items():
+                if sums != usual or 2 * number <= len(engines) != number:
+                    what = (
+                        f"it differs from {len(engines) - counts[_dumped(sums)]} engines to which it was equal before"
+                    )
+                    found[url] = UnprovenError(url, version, what, None, sorted(changed(usual, sums)))
         return found
 
     async def _checksums(self, engine: Engine) -> Sums:
@@ -215,58 +221,57 @@ class Prover:
             UnprovenError: they are those of another version, and no digests prove this one.
             WorkerRefusedError, DependencyLostError: it gave none.
         """
-        url, evidence = engine.url, self._evidence
+        evidence, known = self._evidence, self._workers[engine.url]
         if version not in evidence.answers:
             return None
-        expected = np.array(evidence.answers[version])
-        if self._is_adapter and url not in self._at:
-            self._note(url, await alone(engine, evidence))
+        if self._is_adapter and known.usual is None:
+            self._note(known, await difference(engine, MODEL_ALONE, evidence))
         # A busy engine may be slow to answer, for which a worker whose weights are proven keeps nobody waiting.
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS if url in self._proven else None):
+            async with asyncio.timeout(PATIENCE_SECONDS if known.is_proven else None):
                 own = await answer(engine, evidence, by_adapter=self._is_adapter)
-        except TimeoutError:
-            return None
-        except WorkerRefusedError:
-            if url in self._proven:
+        except (TimeoutError, WorkerRefusedError):
+            if known.is_proven:
                 return None
             raise
-        if url not in self._at:
-            self._note(url, Reference(expected, own))
+        off = own - np.array(evidence.answers[version])
+        usual = known.usual
+        if usual is None:
+            self._note(known, off)
             if await engine.is_quantized():
                 return None  # Nothing says how far its type is off.
-        at = Reference(expected, expected) if self._at[url].engine is own else self._at[url]
-        verdict = judge(own, version, evidence.answers, at, max(self._noise[url], at.noise))
-        if url in self._proven and not self._is_adapter:
+            usual = np.zeros_like(off)
+        verdict = judge(own, version, evidence.answers, usual, max(known.noise, size(usual)))
+        if not known.is_proven or self._is_adapter:
+            verdict.check(engine.url, version)
+        elif verdict.served != version:
             # Its weights are right, so that another version's answers come of how either side computes.
-            if verdict.served != version:
-                log.warning("a worker has the right weights and other answers", url=url, **vars(verdict))
-        else:
-            verdict.check(url, version)
+            log.warning("a worker has the right weights and other answers", url=engine.url, **vars(verdict))
         # Noise grows with what a model learns, and launchers judge by it, too.
-        self._at[url] = Reference(expected, own)
-        evidence.noise = max(evidence.noise, self._at[url].noise)
+        known.usual = off
+        evidence.noise = max(evidence.noise, size(off))
         return verdict
 
-    def _note(self, url: str, at: Reference) -> None:
-        self._at[url], self._noise[url] = at, at.noise
-        self._evidence.noise = max(self._evidence.noise, at.noise)
+    def _note(self, known: Known, usual: Answers) -> None:
+        """Note by how much the answers of a worker differ that certainly serves the version."""
+        known.usual, known.noise = usual, size(usual)
+        self._evidence.noise = max(self._evidence.noise, known.noise)
 
-    def metrics(self, verdicts: Sequence[Verdict | None], refused: int, seconds: float) -> dict[str, float]:
+    def metrics(self, verdicts: Sequence[Verdict], refused: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a publication's proofs; ``seconds`` went by while workers answered the text."""
-        found = [verdict for verdict in verdicts if verdict is not None]
-        shares = [verdict.share for verdict in found if verdict.share is not None]
-        served = [verdict.served for verdict in found if verdict.served is not None and verdict.share is not None]
-        metrics = {
-            "workers_proven": float(len(self._proven)),
-            "workers_refused": float(refused),
+        shares = [(verdict.share, verdict.served) for verdict in verdicts if verdict.share is not None]
+        found: dict[str, float | None] = {
+            "workers_proven": sum(known.is_proven for known in self._workers.values()),
+            "workers_refused": refused,
             "proof_seconds": self._pause + seconds,
-            **({"probe_difference": max(verdict.difference for verdict in found)} if found else {}),
-            **({"probe_delivered": min(shares)} if shares else {}),
-            **({"served_version": float(min(served))} if served else {}),
+            "probe_difference": max((verdict.difference for verdict in verdicts), default=None),
+            "probe_delivered": min((share for share, _ in shares), default=None),
+            "served_version": min((served for _, served in shares if served is not None), default=None),
         }
-        self._proven, self._pause = set(), 0.0
-        return metrics
+        self._pause = 0.0
+        for known in self._workers.values():
+            known.is_proven = False
+        return {name: float(value) for name, value in found.items() if value is not None}
 
     def refuse(self, errors: Sequence[UnprovenError], version: int, *, are_all: bool = False) -> None:
         """Record failed proofs of a version, the trainer's and those that launchers have left.
@@ -282,9 +287,7 @@ class Prover:
                 records.append(orjson.loads(path.read_bytes()))
         for record in records:
             self._counts[record["worker"], version] += 1
-            self._at.pop(record["worker"], None)
-            self._sums.pop(record["worker"], None)
-            self._proven.discard(record["worker"])
+            self._workers[record["worker"]] = Known(first=self._workers[record["worker"]].first)
             log.error(f"worker refused: {sentence(record)}")
         self.refusals += records
         twice = [record for record in records if self._counts[record["worker"], version] >= MOST_REFUSALS]
@@ -334,20 +337,19 @@ def name_part(kl: float, residual: float, usual: float, staleness: float) -> tup
         usual: the same over the fixed text.
         staleness: the largest of a group, in versions.
     """
-    start = f"kl_behaviour is {kl:.2g} nats a token;"
+    start = f"kl_behaviour is {kl:.2g} nats a token; with the same version, engine and trainer differ by {residual:.2g}"
     if residual > max(NOISE_FACTOR * usual, EXACT_NOISE):
         return "numeric", (
-            f"{start} with the same version, engine and trainer differ by {residual:.2g} nats on its completions "
-            f"and by {usual:.2g} on the fixed text: compare the types in the lines `computing` of both logs, "
-            "positions, packing and the model's configuration"
+            f"{start} nats on its completions and by {usual:.2g} on the fixed text: compare the types in the lines "
+            "`computing` of both logs, positions, packing and the model's configuration"
         )
     if staleness:
         return "stale", (
-            f"{start} its tokens are up to {staleness:g} versions old, and with the same version engine and trainer "
-            f"differ by {residual:.2g} nats only: lower MAX_STALENESS or LEARNING_RATE"
+            f"{start} nats only, and its tokens are up to {staleness:g} versions old: lower MAX_STALENESS or "
+            "LEARNING_RATE"
         )
     return "sampling", (
-        f"{start} engine and trainer agree on its completions ({residual:.2g} nats), so their tokens are of another "
-        "distribution than the one that is trained: compare TEMPERATURE, top-p, top-k and penalties, also those in "
-        "generation_config.json, and the tokens of the chat template"
+        f"{start} nats only, so its tokens are of another distribution than the one that is trained: compare "
+        "TEMPERATURE, top-p, top-k and penalties, also those in generation_config.json, and the tokens of the chat "
+        "template"
     )

@@ -41,7 +41,7 @@ from services.core.machine import (
     remove_memory,
 )
 from services.engines.engine import ROUTED, Delivery, Engine
-from services.engines.proof import Evidence
+from services.engines.proof import COMPARED, Evidence, remember
 from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.weights.broadcast_group import flattened
@@ -211,7 +211,7 @@ class VersionWriter:
         """Compute the digests of a version; in a thread, while it is written and sent."""
         if version == FIRST_VERSION:
             self.evidence.with_zeros = {name for name, tensor in state.items() if not tensor.all()}
-        self.evidence.note_digests(version, published_digests(state))
+        remember(self.evidence.digests, version, published_digests(state), COMPARED)
 
     def _save(self, version: int, save: Save, directory: Path) -> None:
         """Fill a version's directory, with the evidence for launchers."""

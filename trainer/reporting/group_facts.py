@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations, zip_longest
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -49,23 +50,20 @@ class GroupFacts:
             groups: the groups that were made.
             trained: the groups as the loss saw them.
         """
-        sums: dict[str, NDArray[np.float64]] = {}
-        examples: defaultdict[str, list[str]] = defaultdict(list)
+        sums: dict[str, list[float]] = {}
+        examples: defaultdict[str, dict[str, None]] = defaultdict(dict)
         fresh = {group.group_id: group for group in trained if not group.is_replayed}
         for group in groups:
-            of_loss = () if group.group_id not in fresh else self._of_training(fresh[group.group_id])
-            for name, numbers, is_example in (*self._of_group(group), *of_loss):
-                length = max(len(numbers), len(sums.get(name, ())))
-                both = [np.pad(some, (0, length - len(some))) for some in (sums.get(name, np.zeros(0)), numbers)]
-                sums[name] = both[0] + both[1]
-                if is_example and len(examples[name]) < MOST_EXAMPLES:
-                    examples[name].append(group.group_id)
-        places = ((group.prompt.epoch, group.prompt.position, group.prompt) for group in groups)
-        prompts = [[epoch, position, question_key(p.prompt, p.ground_truth), p.source] for epoch, position, p in places]
+            of_loss = self._of_training(fresh[group.group_id]) if group.group_id in fresh else ()
+            for name, numbers, is_example in chain(self._of_group(group), of_loss):
+                sums[name] = [float(a + b) for a, b in zip_longest(sums.get(name, ()), numbers, fillvalue=0.0)]
+                if is_example:
+                    examples[name][group.group_id] = None
+        prompts = [(group.prompt.epoch, group.prompt.position, group.prompt) for group in groups]
         return {
-            **{name: [float(f"{number:.6g}") for number in numbers.tolist()] for name, numbers in sums.items()},
-            "prompts": prompts,
-            "examples": {name: names for name, names in examples.items() if names},
+            **{name: [float(f"{number:.6g}") for number in numbers] for name, numbers in sums.items()},
+            "prompts": [[epoch, at, question_key(p.prompt, p.ground_truth), p.source] for epoch, at, p in prompts],
+            "examples": {name: [*names][:MOST_EXAMPLES] for name, names in examples.items()},
         }
 
     def _of_group(self, group: Group) -> Sums:
@@ -85,10 +83,9 @@ class GroupFacts:
             return
         rewards = np.array([first.reward for first, *_ in scored], float)
         yield from _copies(scored, rewards)
+        if correlation := _correlation(rewards, [sum(s.trained_tokens for s in sequences) for sequences in scored]):
+            yield "length", correlation, False
         if rewards.std() > 0:
-            lengths = np.array([sum(s.trained_tokens for s in sequences) for sequences in scored], float)
-            if lengths.std() > 0:
-                yield "length", [1.0, _correlation(rewards, lengths)], False
             # A constant part of the reward at one place in the group is that place's mean over many groups.
             yield "place", [1.0, *((rewards - rewards.mean()) / rewards.std())], False
 
@@ -116,10 +113,9 @@ class GroupFacts:
         if not self._compares or any(s.seat is not None or s.advantages is None for s in group.sequences):
             return
         rewards = np.array([first.reward for first, *_ in episodes], float)
-        advantages = np.array([_mean(np.concatenate([s.trained(s.advantages) for s in e])) for e in episodes])  # type: ignore[arg-type]
-        if rewards.std() > 0 and advantages.std() > 0:
-            correlation = _correlation(rewards, advantages)
-            yield "advantage", [1.0, correlation], correlation < 0
+        advantages = (np.concatenate([s.trained(s.advantages) for s in e]) for e in episodes)  # type: ignore[arg-type]
+        if correlation := _correlation(rewards, [fmean(each.tolist() or [0.0]) for each in advantages]):
+            yield "advantage", correlation, correlation[1] < 0
 
 
 def _copies(episodes: Sequence[Sequence[TokenSequence]], rewards: NDArray[np.float64]) -> Sums:
@@ -146,9 +142,8 @@ def _tools(group: Group) -> Sums:
         yield "tools", [*calls, *with_and_without], not of.tool_calls
 
 
-def _correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    return float(np.corrcoef(one, other)[0, 1])
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def _correlation(rewards: NDArray[np.float64], others: Sequence[float]) -> list[float]:
+    """Return 1 and the correlation of answers' rewards with other numbers; nothing if either are all equal."""
+    if rewards.std() > 0 and np.std(others) > 0:
+        return [1.0, float(np.corrcoef(rewards, others)[0, 1])]
+    return []

@@ -110,6 +110,12 @@ MEASURES: tuple[Measure, ...] = (
         "Sequences that their teacher has not scored: too long for it, or the endpoint failed.",
     ),
     _plain("grad_norm", "Norm of the gradient before it was clipped."),
+    Measure(
+        "expert_max_violation",
+        "trainer_expert_max_violation_ratio",
+        "MaxVio of a mixture of experts at trained tokens: largest load of an expert over the mean load, less 1; mean "
+        "over layers.",
+    ),
     Measure("groups_refused", "trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
     *_token_measures(),
     Measure(

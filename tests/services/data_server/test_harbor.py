@@ -10,8 +10,7 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
 from services.data_server.checked_tasks import checks_file
-from services.data_server.dockerfile import TaskRefusedError
-from services.data_server.harbor import FIRST_NUMBER, Task, read_task, read_tasks, without_canary
+from services.data_server.harbor import FIRST_NUMBER, Task, TaskRefusedError, read_task, read_tasks
 from services.data_server.settings import DataSettings
 from tests.tasks import TASKS, TOML, write_task
 
@@ -33,83 +32,173 @@ def test_the_examples_are_read() -> None:
 
 def test_older_spellings_are_read_and_unknown_keys_are_named(tmp_path: Path) -> None:
     old = """version = "1.0"
+    artifacts = ["/srv/out/a.txt", {source = "logs", sink = "x"}]
     [metadata]
-    difficulty = "hard"
-    anything = {at = "all"}
+    difficulty = 3
+    agent = "all"
     [verifier]
     timeout_secs = 5
+    user = "root"
     [environment]
     workdir = "/srv/work"
-    memory = "2G"
+    memory = "1.5G"
     storage = "512M"
     allow_internet = true
-    env = {MODE = "${MODE:-fast}"}
+    env = {MODE = "${MODE:-fast}", user = "a"}
     """
     task = read_task(write_task(tmp_path / "old", {"task.toml": old}))
-    assert (task.name, task.category, task.memory_mb, task.disk_mb) == ("old", "hard", 2048, 512)
-    assert (task.workdir, task.environment["MODE"]) == ("/srv/work", "fast")
-    assert task.notes == ("unknown keys: verifier.timeout_secs", "network_mode public: there is no network")
+    assert (task.schema_version, task.name, task.category) == ("1.0", "old", "3")
+    assert (task.memory_mb, task.disk_mb, task.workdir, task.environment["MODE"]) == (1536, 512, "/srv/work", "fast")
+    assert task.places[:2] == ("/srv/work", "/srv/out")
+    assert task.notes == (
+        "unknown keys: artifacts.sink, verifier.timeout_secs",
+        "network_mode public: there is no network",
+        "user root: programs run as the box's user",
+    )
 
 
-def test_a_canary_is_cut() -> None:
+def test_a_step_has_its_own_limits_and_else_those_of_its_task(tmp_path: Path) -> None:
+    toml = """multi_step_reward_strategy = "final"
+    [agent]
+    timeout_sec = 10
+    [verifier]
+    timeout_sec = 20
+    env = {A = "task", B = "task"}
+    [[steps]]
+    name = "one"
+    min_reward = 0.5
+    [[steps]]
+    name = "two"
+    min_reward = {style = 1}
+    agent = {timeout_sec = 1}
+    verifier = {timeout_sec = 2, env = {B = "step"}}
+    """
     canaries = "<!-- task canary GUID 1 -->\n# harbor-canary 2\n\n"
-    assert without_canary(f"{canaries}Do it.\n\n# Not the first\n") == "Do it.\n\n# Not the first"
-    assert without_canary("# A heading\nDo it.") == "# A heading\nDo it."
+    files = {"steps/one/instruction.md": f"{canaries}Do it.\n\n# Not a canary\n", "steps/two/tests/test.sh": ""}
+    task = read_task(write_task(tmp_path, {"task.toml": toml, "steps/two/instruction.md": "# A heading", **files}))
+    one, two = task.steps
+    assert (one.instruction, two.instruction) == ("Do it.\n\n# Not a canary", "# A heading")
+    assert (one.agent_seconds, one.verifier_seconds, one.min_reward) == (10, 20, {"reward": 0.5})
+    assert (two.agent_seconds, two.verifier_seconds, two.min_reward) == (1, 2, {"style": 1.0})
+    assert (one.verifier_environment, two.verifier_environment) == (
+        {"A": "task", "B": "task"},
+        {"A": "task", "B": "step"},
+    )
+    assert (one.tests, two.tests) == ((tmp_path / "tests",), (tmp_path / "tests", tmp_path / "steps/two/tests"))
+    assert task.takes_last
 
 
 def test_a_dockerfile_gives_files_and_variables(tmp_path: Path) -> None:
     lines = [
         "ARG KIND=slim",
-        "FROM python:3.12-$KIND AS base",
+        "FROM --platform=linux/amd64 python:3.12-$KIND AS base",
         "# a comment",
+        "ARG KIND",
         "ENV MODE=fast PLACE=/srv \\",
         '    NAME="two words"',
+        "ENV OLDER $KIND form",
         "WORKDIR $PLACE/work",
-        "COPY data/ ./data",
+        "COPY --chown=1 data/ ./data",
         "COPY *.py one.txt lib/",
         "COPY one.txt renamed.txt",
+        'COPY ["one.txt", "/srv/work"]',
         'CMD ["sleep", "9"]',
+        "USER nobody",
     ]
     files = {"environment/Dockerfile": "\n".join(lines), "task.toml": ""}
-    files |= {f"environment/{name}": name for name in ("data/a/b.csv", "m.py", "one.txt", "left.out")}
+    files["environment/.dockerignore"] = "# not these\ndata/secret\n*.log\n"
+    names = ("data/a/b.csv", "data/secret/key.csv", "data/c.log", "sub/n.py", "m.py", "one.txt", "left.out")
+    files |= {f"environment/{name}": name for name in names}
     task = read_task(write_task(tmp_path / "docker", files))
     assert task.image == "python:3.12-slim"
-    assert task.environment == {"MODE": "fast", "PLACE": "/srv", "NAME": "two words"}
-    names = {"data/a/b.csv": "data/a/b.csv", "lib/m.py": "m.py", "lib/one.txt": "one.txt", "renamed.txt": "one.txt"}
-    assert {f"/srv/work/{name}": source for name, source in names.items()} == {
+    assert task.environment == {"MODE": "fast", "PLACE": "/srv", "NAME": "two words", "OLDER": "slim form"}
+    copied = {"data/a/b.csv": "data/a/b.csv", "lib/m.py": "m.py"} | dict.fromkeys(
+        ("lib/one.txt", "renamed.txt", "one.txt"), "one.txt"
+    )
+    assert {f"/srv/work/{name}": source for name, source in copied.items()} == {
         name: path.read_text() for name, path in task.copies.items()
     }
-    assert task.places[0] == "/srv/work"
+    assert task.places == ("/srv/work", "/tmp", "/home/agent", "/logs/agent", "/logs/artifacts")
+    assert task.notes[-1] == "user nobody: programs run as the box's user"
 
 
-REFUSED = {
-    "RUN in its Dockerfile": {"environment/Dockerfile": "FROM a\nWORKDIR /app\nRUN apt-get install -y \\\n  jq"},
-    "a Dockerfile of several stages": {"environment/Dockerfile": "FROM a\nFROM b"},
-    "ADD in its Dockerfile": {"environment/Dockerfile": "FROM a\nADD x /x"},
-    "docker-compose": {"environment/docker-compose.yaml": ""},
-    "an image of the verifier": {"task.toml": '[verifier]\nenvironment_mode = "separate"\n' + TOML},
-    "GPUs or TPUs": {"task.toml": TOML + "gpus = 1"},
-    "os windows": {"task.toml": TOML + 'os = "windows"'},
-    "needs a server": {"task.toml": TOML + '[environment.healthcheck]\ncommand = "true"'},
-    "a variable of the host in verifier.env": {"task.toml": '[verifier]\nenv = {KEY = "${API_KEY}"}\n' + TOML},
-    "a directory that is read-only": {"task.toml": '[environment]\nworkdir = "/usr/src/app"'},
-    "task.toml": {"task.toml": 'schema_version = "2.0"'},
-    "instruction.md": {"task.toml": TOML + '[[steps]]\nname = "one"'},
-}
+def _toml(text: str) -> dict[str, str]:
+    return {"task.toml": text}
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_a_box_cannot_do_is_refused_by_task(kind: str, tmp_path: Path) -> None:
+def _image(*lines: str) -> dict[str, str]:
+    return {"environment/Dockerfile": "\n".join(("FROM a", "WORKDIR /app", *lines))}
+
+
+VERIFIER, HOST, READ_ONLY = "an image of the verifier", "a variable of the host", "a directory that is read-only"
+STEP = '[[steps]]\nname = "one"\n'
+REFUSED: list[tuple[str, str, dict[str, str]]] = [
+    ("RUN in its Dockerfile", "RUN apt-get", _image("RUN apt-get install -y \\\n  jq")),
+    ("ADD in its Dockerfile", "ADD x /x", _image("ADD x /x")),
+    ("COPY in its Dockerfile", "environment/ has no x", _image("COPY x /x")),
+    ("COPY in its Dockerfile", "../tests", _image("COPY ../tests /x")),
+    ("COPY in its Dockerfile", "COPY [x", _image("COPY [x")),
+    ("COPY in its Dockerfile", "--from=b", _image("COPY --from=b /x /x")),
+    ("COPY in its Dockerfile", ".dockerignore", _image("COPY . /x") | {"environment/.dockerignore": "*\n!x"}),
+    ("ENV in its Dockerfile", "ENV A", _image('ENV A="x')),
+    ("a Dockerfile of several stages", "FROM b", _image("FROM b")),
+    ("no image", "docker_image", {"environment/Dockerfile": "WORKDIR /app"}),
+    ("docker-compose", "environment/docker-compose.yaml", {"environment/docker-compose.yaml": ""}),
+    ("GPUs or TPUs", "environment.gpus", _toml(TOML + "gpus = 1")),
+    ("GPUs or TPUs", "environment.tpu", _toml(TOML + 'tpu = "v5e"')),
+    ("MCP servers", "environment.mcp_servers", _toml(TOML + 'mcp_servers = [{name = "a"}]')),
+    ("another system than Linux", "environment.os", _toml(TOML + 'os = "windows"')),
+    ("a health check of a step", "steps.healthcheck", _toml(STEP + 'healthcheck = {command = "true"}')),
+    ("artifacts of a service", "artifacts.service", _toml('artifacts = [{source = "a", service = "db"}]')),
+    ("verifier.collect", "verifier.collect", _toml('[[verifier.collect]]\ncommand = "true"')),
+    (VERIFIER, "verifier.environment_mode", _toml('[verifier]\nenvironment_mode = "separate"')),
+    (VERIFIER, "steps.verifier.environment", _toml(STEP + 'verifier.environment = {docker_image = "a"}')),
+    (VERIFIER, "tests/Dockerfile", {"tests/Dockerfile": "FROM a"}),
+    ("needs a server", "environment.healthcheck", _toml(TOML + '[environment.healthcheck]\ncommand = "true"')),
+    (HOST, "KEY", _toml('[verifier]\nenv = {KEY = "${API_KEY}"}')),
+    (HOST, "${API_KEY}", _toml('[environment]\nenv = {KEY = "${API_KEY}"}')),
+    (HOST, "KEY", _toml('[solution]\nenv = {KEY = "${A:-b} ${API_KEY}"}')),
+    (READ_ONLY, "/usr/src/app", _toml('[environment]\nworkdir = "/usr/src/app"')),
+    (READ_ONLY, "write to /;", {"environment/Dockerfile": "FROM a", "task.toml": ""}),
+    (READ_ONLY, "/etc", _image("COPY Dockerfile /etc/x")),
+    ("task.toml", "schema_version", _toml('schema_version = "2.0"')),
+    ("task.toml", "environment.memory", _toml(TOML + 'memory = "much"')),
+    ("task.toml", "environment.storage_mb", _toml(TOML + "storage_mb = 0")),
+    ("task.toml", "steps.0.agent.timeout_sec", _toml(STEP + "agent.timeout_sec = -1")),
+    ("task.toml", "multi_step_reward_strategy", _toml('multi_step_reward_strategy = "most"')),
+    ("task.toml", "environment.env.A", _toml("[environment]\nenv = {A = 1}")),
+    ("task.toml", "steps", _toml("steps = 1")),
+    ("task.toml", "artifacts", _toml('artifacts = "x"')),
+    ("task.toml", "agent", _toml("[[agent]]\ntimeout_sec = 1")),
+    ("task.toml", "line 1", _toml("= 1")),
+    ("task.toml", "steps.0.name", _toml('[[steps]]\nname = "."')),
+    ("instruction.md", "steps/two", _toml('[[steps]]\nname = "two"')),
+]
+"""The kind of each refusal, the file, key or line that its message names, and the files of the task."""
+
+
+@pytest.mark.parametrize(("kind", "place", "files"), REFUSED)
+def test_what_a_box_cannot_do_is_refused_by_task(kind: str, place: str, files: dict[str, str], tmp_path: Path) -> None:
+    own = {"steps/one/instruction.md": "Do it.", "steps/instruction.md": "Do it."}
     with pytest.raises(TaskRefusedError) as refusal:
-        read_task(write_task(tmp_path / "task", REFUSED[kind]))
-    assert refusal.value.kind == kind
+        read_task(write_task(tmp_path / "task", own | files))
+    assert (refusal.value.kind, place in str(refusal.value)) == (kind, True), refusal.value
 
 
-def test_a_link_in_a_task_leads_nowhere(tmp_path: Path) -> None:
+def test_links_too_many_bytes_and_a_lack_of_tests_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = write_task(tmp_path / "task")
-    (task / "tests/passwords").symlink_to("/etc/passwd")
-    with pytest.raises(TaskRefusedError, match="tests/passwords"):
-        read_task(task)
+
+    def kind() -> str:
+        with pytest.raises(TaskRefusedError) as refusal:
+            read_task(task)
+        return refusal.value.kind
+
+    (task / "tests/test.sh").unlink()
+    assert kind() == "no tests/test.sh"
+    monkeypatch.setattr("services.data_server.harbor.LARGEST_TASK", 100)
+    assert kind() == "size"
+    (task / "a").symlink_to("/etc/passwd")
+    assert kind() == "a link"
 
 
 def _settings(dataset: str, **others: object) -> DataSettings:
@@ -125,7 +214,7 @@ def _write_checks(dataset: str, tasks: list[Task], **fields: object) -> None:
 def test_a_run_has_the_tasks_that_have_passed_and_counts_the_others(tmp_path: Path) -> None:
     for number in range(4):
         write_task(tmp_path / f"good-{number}", {"instruction.md": f"Write {number}."})
-    write_task(tmp_path / "run", REFUSED["RUN in its Dockerfile"])
+    write_task(tmp_path / "run", REFUSED[0][2])
     write_task(tmp_path / "weak", {"instruction.md": "Do nothing."})
     write_task(tmp_path / "new", {"instruction.md": "Write 5."})
     dataset = f"harbor:{tmp_path}"

@@ -142,6 +142,79 @@ def test_tokens_and_log_probabilities_are_those_of_a_request_alone(
     assert not engine.failures
 
 
+def messages(seed: int, *lengths: int) -> list[int]:
+    """Messages of such lengths, each of which ends with the end token."""
+    return [token for part, length in enumerate(lengths) for token in [*tokens(length - 1, seed + 100 * part), 1]]
+
+
+FIRST = messages(1, 70, 230, 10)
+SIBLING = [*FIRST, 9, 1, *messages(3, 90)]
+TURNS = {
+    "first": (FIRST, 0),
+    "its next turn": ([*FIRST, 5, 6, 1, *messages(2, 90)], 300),
+    "another next turn": (SIBLING, 300),
+    "the same again": (SIBLING, len(SIBLING) - 1),
+    "the first again": (FIRST, 300),
+    "one that departs after 70": ([*FIRST[:70], *tokens(20, 4)], 0),
+    "one more": ([*FIRST[:70], *tokens(90, 5)], 70),
+    "one long message": (tokens(330, 9), 0),
+    "it goes on": ([*tokens(330, 9), 4], 256),
+}
+"""Prompts, and how many of their tokens are known by then. Pieces end after 256 tokens, or with a message after 64."""
+
+
+@families
+def test_a_later_prompt_computes_what_follows_a_kept_state_and_gives_what_it_gives_without(
+    family: str, tmp_path: Path, make_engine: Callable[..., RunningEngine]
+) -> None:
+    model = save_model(tmp_path, config_of(family))
+    engine = make_engine(model)
+    fields = {"temperature": TEMPERATURE, "max_new_tokens": 6, "n": 2, "sampling_seed": 4}
+    kept = {name: engine.generate(prompt, **fields) for name, (prompt, _) in TURNS.items()}
+    for name, (prompt, cached) in TURNS.items():
+        engine.engine.flush().result(IDLE_SECONDS)
+        alone = engine.generate(prompt, **fields)
+        assert (name, kept[name].sequences[0].cached_tokens) == (name, 0 if family == "mamba" else cached)
+        assert alone.sequences[0].cached_tokens == 0
+        for one, other in zip(kept[name].sequences, alone.sequences, strict=True):
+            assert (one.output_ids, one.logprobs) == (other.output_ids, other.logprobs)
+        for sequence, wanted in zip(alone.sequences, trainers_logprobs(model, alone), strict=True):
+            assert sequence.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_kept_states_are_of_one_adapter_and_of_one_version(
+    tmp_path: Path, make_engine: Callable[..., RunningEngine]
+) -> None:
+    model = save_model(tmp_path / "model", config_of("lfm2"))
+    engine = make_engine(model)
+    adapter = read_adapter(
+        save_adapter(model, tmp_path / "adapter", 1, size=0.1), engine.loaded.model.architecture, CPU
+    )
+    engine.engine.change_adapter(adapter, ADAPTER_NAME).result(IDLE_SECONDS)
+
+    def cached(use_adapter: bool) -> int:
+        return engine.generate(FIRST, use_adapter=use_adapter).sequences[0].cached_tokens
+
+    assert [cached(use) for use in (True, False, True, False)] == [0, 0, 300, 300]
+    weights = engine.loaded.read_weights(save_model(tmp_path / "new", config_of("lfm2"), 1))
+    engine.engine.change_weights(weights, "1").result(IDLE_SECONDS)
+    assert engine.engine.stats()["prefix_cache_tokens"] == 0
+    assert [cached(use) for use in (False, False)] == [0, 300]
+
+
+@both_types
+def test_a_model_that_ignores_its_state_where_several_tokens_come_computes_prompts_whole(
+    tmp_path: Path, make_engine: Callable[..., RunningEngine], compute_type: str
+) -> None:
+    model = save_model(tmp_path, config_of("mamba"))
+    engine = make_engine(model)
+    for _ in range(2):
+        request = engine.generate(FIRST, temperature=1.0)
+        assert request.sequences[0].cached_tokens == 0
+        wanted = adapted_logprobs(model, None, [*FIRST, *request.sequences[0].output_ids])[len(FIRST) - 1 :]
+        assert request.sequences[0].logprobs == pytest.approx(wanted, abs=logprob_tolerance(compute_type))
+
+
 @families
 def test_weights_change_under_requests_which_go_on_with_the_new_ones(
     family: str, tmp_path: Path, make_engine: Callable[..., RunningEngine]

@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from services.embedded_engine.kv_cache import KVCache, PrefixCache, common_length
+from services.embedded_engine.state_cache import StatePrefixes
 from services.embedded_engine.weights import Architecture
 from tests.services.embedded_engine.test_model import CONFIGS
 
@@ -48,10 +49,10 @@ def insert(cache: PrefixCache, tokens: list[int]) -> list[tuple[int, int]]:
 
 def found(cache: PrefixCache, tokens: list[int]) -> int:
     """The length of the known beginning, whose content is right."""
-    parts = cache.find(False, tokens)
-    if not parts:
+    known = cache.find(False, [*tokens, 0])
+    if not known.length:
         return 0
-    whole = torch.cat(parts, 3)
+    whole = torch.cat(known.parts, 3)
     length = whole.shape[3]
     assert torch.equal(whole, content(tokens)[:, :, :, :length])
     return length
@@ -81,3 +82,20 @@ def test_what_was_not_used_for_longest_goes_first_and_ends_go_before_beginnings(
     assert [found(cache, tokens) for tokens in (first, second, third, [5, 5, 5, 5])] == [4, 2, 4, 4]
     insert(cache, list(range(10, 23)))
     assert cache.num_tokens == 0
+
+
+def test_kept_states_are_bounded_by_tokens_and_number_and_the_least_recently_used_go_first() -> None:
+    prefixes = StatePrefixes(1000, 4, end_ids=())
+
+    def compute(first: int, length: int) -> int:
+        """Compute a prompt; return how many of its tokens were known."""
+        beginning = prefixes.find(False, [first] * length)
+        beginning.keep(length, "state", torch.zeros(length, 1))
+        return beginning.length
+
+    assert [compute(first, 100) for first in (1, 2, 3, 4)] == [0] * 4
+    assert prefixes.num_tokens == 1000
+    assert [compute(first, 100) for first in (1, 5, 1, 2)] == [99, 0, 99, 0]
+    assert [compute(1, 600), compute(5, 100), compute(1, 100)] == [0, 0, 0]
+    assert [compute(7, 1001), compute(7, 1001)] == [0, 0]
+    assert prefixes.num_tokens == 500

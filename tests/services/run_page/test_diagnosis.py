@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.run_page.diagnosis import Diagnosis, Finding, findings
+from services.run_page.diagnosis import Diagnosis, Finding
 from services.run_page.directory import Run
 from services.run_page.history import History, question_key
 from services.run_page.rules import DOUBT, NOTE, WRONG
@@ -62,6 +62,14 @@ FAULTS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "served": ("served version", rows(3, served_version=0.0, policy_version=7.0), {}),
     "stale tokens": ("mismatch", rows(3, kl_behaviour=0.7, staleness_max=2.0), {}),
 }
+
+
+def findings(run: list[dict[str, Any]], **known: Any) -> list[Finding]:
+    """Return what is found in rows, given the other fields of ``History``."""
+    diagnosis = Diagnosis(History(**known))
+    for row in run:
+        diagnosis.add(row)
+    return diagnosis.findings()
 
 
 @pytest.mark.parametrize("name", FAULTS)

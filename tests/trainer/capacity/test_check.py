@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 import torch
 import yaml
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from local_runner.spec import JOB_GROUPS
 from services.core.errors import ConfigurationError
@@ -25,6 +27,7 @@ from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import Limits, Machine, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
+from trainer.model.loading import row_attention
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 
@@ -434,6 +437,51 @@ def test_rows_are_counted_without_a_compiler() -> None:
     assert stored_bytes(shape, rows) > stored_bytes(shape, trees)
     with pytest.raises(ConfigurationError, match="ACTIVATION_CHECKPOINTING is selective"):
         check(settings(activation_checkpointing="selective"), shape, machine)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "qwen2"])
+def test_scores_of_rows_are_counted_where_attention_writes_them(family: str) -> None:
+    """They are the part of what a forward pass keeps that grows with the square of a row."""
+    config = FAMILIES[family]
+    shape = ModelShape.of(config)
+    work = [work_of(settings(layout=layout), shape, Machine(1, 1, 4, ROOM)) for layout in ("rows", "tree")]
+    counted = [needed(shape, one).device.get("scores of attention", 0) for one in work]
+    assert counted[1] == 0
+    model = AutoModelForCausalLM.from_config(config, **row_attention(config)).eval().base_model
+    lengths = (64, 128, 256)
+    kept = [kept_bytes(model, torch.ones(1, length, dtype=torch.long)) for length in lengths]
+    scores = float(np.polyfit(lengths, kept, 2)[0]) * (512 + 2048) * work[0].tokens
+    one_layer = shape.heads * work[0].scored_keys * work[0].tokens * (8 + 3 * 4)
+    if family == "qwen2":
+        assert counted[0] == 0
+        assert scores == pytest.approx(0, abs=1)
+    else:
+        assert scores < counted[0] < 2 * scores + one_layer
+        recomputed = needed(shape, replace(work[0], checkpointing=True)).device["scores of attention"]
+        assert recomputed == one_layer
+
+
+def kept_bytes(model: PreTrainedModel, ids: torch.Tensor) -> int:
+    """The bytes that autograd keeps of a forward pass of rows."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    del output
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(("obstacle", "remedy"), [("", "set LAYOUT=auto"), ("x is not known", "lower MAX_NEW_TOKENS")])
+def test_rows_whose_scores_do_not_fit_are_refused_with_the_setting(obstacle: str, remedy: str) -> None:
+    shape = replace(SHAPES["0.5B"], writes_scores=True, obstacle=obstacle)
+    long = settings(layout="rows", max_new_tokens=30_000)
+    with pytest.raises(ConfigurationError, match=f"scores of attention .*{remedy}"):
+        check(long, shape, Machine(1, 1, 2, ROOM))
+    check(long, replace(shape, writes_scores=False), Machine(1, 1, 2, ROOM))
 
 
 def test_a_family_that_does_not_say_the_width_of_its_mlp_has_four_times_the_hidden_size() -> None:

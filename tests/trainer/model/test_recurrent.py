@@ -13,7 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from services.core.errors import ConfigurationError
 from tests.sequences import trained_sequence
 from tests.toy_models import noisy_model
+from tests.trainer import rank_jobs
+from tests.trainer.model.test_learner import assert_same_gradients, assert_same_weights
 from tests.trainer.model.test_rows import OTHERS
+from tests.trainer.processes import run_on_ranks
 from tests.trainer.tiny import SHAPE, plain_forward, save_model
 from trainer.algorithm.packing import TrainingGroup, pack
 from trainer.config import Layout, TrainerSettings
@@ -221,6 +224,20 @@ def test_a_step_is_the_same_by_either_layout(
         weights.append({name: x.detach().clone() for name, x in policy.named_parameters()})
     assert updates[0] == pytest.approx(updates[1], abs=1e-5)
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+def test_two_ranks_of_trees_make_the_update_of_one(family: str, alone: Ranks, tmp_path: Path) -> None:
+    """Two ranks cut the trees into other pieces, one of them has more micro-batches, and layers are recomputed."""
+    model = save_model(tmp_path, AutoConfig.for_model(family, **SHAPE | FAMILIES[family]))
+    whole = rank_jobs.update(alone, model, {"micro_batch_tokens": 10_000}, THREE_LEVELS)
+    settings = {"micro_batch_tokens": 200, "activation_checkpointing": True}
+    by_rank = run_on_ranks(2, rank_jobs.update, model, settings, THREE_LEVELS)
+    for trained in by_rank:
+        assert trained.result.metrics == pytest.approx(whole.result.metrics, rel=1e-4, abs=1e-6)
+        assert_same_gradients(trained.gradients, whole.gradients, 1e-4)  # of sums over chunks that begin elsewhere
+    assert_same_weights(by_rank[1].weights, by_rank[0].weights)
 
 
 def test_a_layer_that_does_not_hand_on_the_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

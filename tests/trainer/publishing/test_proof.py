@@ -74,6 +74,8 @@ def groups_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """A trainer's side with engines in this process, which are behind a router that forgets those it is told to."""
 
+    label: ClassVar[dict[str, str]] = {ENGINE_LABEL: "embedded"}
+
     def __init__(
         self,
         stack: ExitStack,
@@ -83,11 +85,7 @@ class Run:
         workers: int,
         **fields: Any,
     ) -> None:
-        engine_dtype = fields.pop("engine_dtype", "float32")
-        made = [
-            settings_for(model, engine_dtype=engine_dtype, lora_rank=fields.get("lora_rank", 0)) for _ in range(workers)
-        ]
-        self.urls = [stack.enter_context(served_ready(create_app(each))) for each in made]
+        self.urls = self.engines(stack, model, workers, fields)
         self.registered = [*self.urls]
         self.router = stack.enter_context(fake_service({"GET /workers": self._workers}))
         removals = {f"DELETE /workers/{number}": self._removal(url) for number, url in enumerate(self.urls)}
@@ -98,6 +96,12 @@ class Run:
         self.writer = VersionWriter(self.learner.settings, self.learner.policy, ranks)
         stack.callback(self.writer.close)
         self.publisher = Publisher(self.learner.settings, thread, self.writer)
+
+    def engines(self, stack: ExitStack, model: Path, count: int, fields: dict[str, Any]) -> list[str]:
+        """Start engines, and return their URLs."""
+        chosen = {"engine_dtype": fields.pop("engine_dtype", "float32"), "lora_rank": fields.get("lora_rank", 0)}
+        made = [settings_for(model, **chosen) for _ in range(count)]
+        return [stack.enter_context(served_ready(create_app(each))) for each in made]
 
     def publish(self, version: int, step: float = STEP) -> dict[str, float]:
         """Take a step, except before version 0, and publish."""
@@ -115,9 +119,8 @@ class Run:
         return self.publisher.prover.refusals
 
     def _workers(self, _: dict[str, Any]) -> dict[str, Any]:
-        label = {ENGINE_LABEL: "embedded"}
         listed = [{"id": str(self.urls.index(url)), "url": url} for url in self.registered]
-        return {"workers": [each | {"is_healthy": True, "metadata": label} for each in listed]}
+        return {"workers": [each | {"is_healthy": True, "metadata": self.label} for each in listed]}
 
     def _removal(self, url: str) -> Callable[[dict[str, Any]], Any]:
         def remove(_: dict[str, Any]) -> dict[str, Any]:

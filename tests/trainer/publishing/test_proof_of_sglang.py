@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,14 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.core.errors import ConfigurationError
-from services.core.tasks import ServiceThread
 from services.engines.proof import Evidence
 from services.weights.digests import digest
-from tests.fake_service import fake_service, name_router
-from tests.trainer.rank_jobs import change, make_learner
-from trainer.model.ranks import join_ranks
-from trainer.publishing.publisher import Publisher
-from trainer.publishing.writer import VersionWriter
+from tests.fake_service import fake_service
+from tests.trainer.publishing.test_proof import STEP
+from tests.trainer.publishing.test_proof import Run as Embedded
 
 RANKS = 2
 NORM = "model.norm.weight"
@@ -31,8 +28,8 @@ NOISE = 1e-3
 class StandIn:
     """The routes of an SGLang server: it fuses and shards what it loads, and answers as the trainer, but for noise."""
 
-    def __init__(self, evidence: Evidence, model: Path) -> None:
-        self.evidence = evidence
+    def __init__(self, model: Path) -> None:
+        self.evidence = Evidence()
         self.tensors = self.loaded(model)
         self.version = self.served = 0
         self.spoil: Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]] = lambda _, new: new
@@ -81,51 +78,29 @@ class StandIn:
         return {"meta_info": {"input_token_logprobs": [[score, 1, None] for score in (None, *noisy)]}}
 
 
-class Run:
+class Run(Embedded):
     """A trainer with stand-ins for workers."""
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        monkeypatch: pytest.MonkeyPatch,
-        model: Path,
-        directory: Path,
-        count: int,
-        published: str = "bfloat16",
-    ) -> None:
-        ranks, thread = stack.enter_context(join_ranks()), stack.enter_context(ServiceThread())
-        self.learner = make_learner(
-            ranks, model, shared_dir=directory, run_id="r", compute_type="float32", publish_type=published
-        )
-        writer = VersionWriter(self.learner.settings, self.learner.policy, ranks)
-        stack.callback(writer.close)
-        self.engines = [StandIn(writer.evidence, model) for _ in range(count)]
-        urls = [stack.enter_context(fake_service(engine.routes)).endpoint.url for engine in self.engines]
-        listed = {str(i): {"id": str(i), "url": url, "is_healthy": True} for i, url in enumerate(urls)}
-        router = stack.enter_context(fake_service({"GET /workers": lambda _: {"workers": [*listed.values()]}}))
-        router.routes |= {f"DELETE /workers/{name}": self._removal(listed, name) for name in listed}
-        name_router(router, monkeypatch)
-        self.publisher = Publisher(self.learner.settings, thread, writer)
+    label: ClassVar[dict[str, str]] = {}
 
-    @staticmethod
-    def _removal(listed: dict[str, Any], name: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda _: listed.pop(name)
+    def engines(self, stack: ExitStack, model: Path, count: int, fields: dict[str, Any]) -> list[str]:
+        """Start stand-ins, and return their URLs."""
+        self.stand_ins = [StandIn(model) for _ in range(count)]
+        return [stack.enter_context(fake_service(each.routes)).endpoint.url for each in self.stand_ins]
 
-    def publish(self, version: int) -> dict[str, float]:
-        if version:
-            change(self.learner.policy, 0.02)
-        self.publisher.prover.remember(version, self.learner.policy, self.learner.logprobs)
-        return self.publisher.publish(version)
-
-    @property
-    def refusals(self) -> list[dict[str, Any]]:
-        return self.publisher.prover.refusals
+    def publish(self, version: int, step: float = STEP) -> dict[str, float]:
+        """See the other run."""
+        for each in self.stand_ins:
+            each.evidence = self.writer.evidence
+        return super().publish(version, step)
 
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     with ExitStack() as stack:
-        yield lambda count, published="bfloat16": Run(stack, monkeypatch, model, tmp_path, count, published)
+        yield lambda count, published="bfloat16": Run(
+            stack, monkeypatch, model, tmp_path, count, compute_type="float32", publish_type=published
+        )
 
 
 @pytest.mark.parametrize(("published", "at_first"), [("bfloat16", 0), ("float32", 2)])
@@ -140,7 +115,7 @@ def test_checksums_that_follow_the_trainers_changes_prove_a_version(
 
 def test_a_first_publication_that_changes_a_tensor_ends_the_run(start: Callable[..., Run]) -> None:
     run = start(1, "float32")
-    run.engines[0].spoil = one_shard
+    run.stand_ins[0].spoil = one_shard
     with pytest.raises(ConfigurationError):
         run.publish(0)
     assert [(each["confirmed"], each["tensors"]) for each in run.refusals] == [(0, [GATE_UP])]
@@ -148,11 +123,11 @@ def test_a_first_publication_that_changes_a_tensor_ends_the_run(start: Callable[
 
 def test_an_engine_without_checksums_is_consistent_and_not_proven(start: Callable[..., Run]) -> None:
     run = start(1)
-    run.engines[0].has_checksums = False
+    run.stand_ins[0].has_checksums = False
     metrics = [run.publish(version) for version in range(3)]
     assert [each["workers_proven"] for each in metrics] == [0, 0, 0]
     assert [each.get("served_version") for each in metrics] == [None, 1, 2]
-    run.engines[0].spoil = lambda before, _: before
+    run.stand_ins[0].spoil = lambda before, _: before
     with pytest.raises(ConfigurationError):
         run.publish(3)
     assert (run.refusals[0]["confirmed"], run.refusals[0]["served"]) == (3, 2)
@@ -180,7 +155,7 @@ def test_an_engine_whose_tensors_stay_ends_the_run(
 ) -> None:
     run = start(1)
     run.publish(0)
-    run.engines[0].spoil = spoil
+    run.stand_ins[0].spoil = spoil
     with pytest.raises(ConfigurationError):
         run.publish(1)
     [record] = run.refusals
@@ -191,7 +166,7 @@ def test_an_engine_whose_tensors_stay_ends_the_run(
 def test_an_engine_that_differs_from_two_others_by_a_shard_leaves_the_routing(start: Callable[..., Run]) -> None:
     run = start(3)
     run.publish(0)
-    run.engines[1].spoil = one_shard
+    run.stand_ins[1].spoil = one_shard
     metrics = run.publish(1)
     assert (metrics["workers"], metrics["workers_refused"]) == (2, 1)
     assert [record["tensors"] for record in run.refusals] == [[GATE_UP]]
@@ -200,6 +175,6 @@ def test_an_engine_that_differs_from_two_others_by_a_shard_leaves_the_routing(st
 def test_two_engines_that_differ_from_each_other_end_the_run(start: Callable[..., Run]) -> None:
     run = start(2)
     run.publish(0)
-    run.engines[1].spoil = one_shard
+    run.stand_ins[1].spoil = one_shard
     with pytest.raises(ConfigurationError):
         run.publish(1)
