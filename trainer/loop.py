@@ -323,7 +323,7 @@ class TrainingLoop:
         has neither staleness nor wrong weights in it. With several updates a step the metric is no mismatch.
         """
         kl, staleness = metrics.get("kl_behaviour", 0.0), metrics.get("staleness_max", 0.0)
-        usual, policy = metrics.get("probe_difference", 0.0), self.learner.policy
+        usual, policy = self.publisher.prover.difference, self.learner.policy
         if updates > 1 or not is_unusual(kl, usual, staleness):
             return {}
         groups = to_score(batch.prepared(batch.groups), policy.config.vocab_size)

@@ -62,6 +62,9 @@ TOKENS = 64
 """Most tokens of the fixed text."""
 PATIENCE_SECONDS = 5.0
 """Longest wait for the answers of a worker whose weights are proven."""
+ANSWERS_EVERY = 8
+"""Versions from one text to the next for workers whose every tensor is proven by name. It says there how far trainer and
+engine are apart, and costs more than the digests."""
 MOST_REFUSALS = 2
 """Failed proofs of a worker for one version that end the run."""
 REMEDY = (
@@ -107,9 +110,15 @@ class Prover:
         """By URL."""
         self._pause = 0.0
         """Longest time for which checksums were computed in a worker's pause."""
+        self._needs_answers = True
+        """Not every worker was proven by name at the last publication; True before the first."""
+        self.difference = 0.0
+        """The newest ``probe_difference``; 0: not known."""
 
     def remember(self, version: int, policy: Policy, logprobs: Callable[..., list[PerToken]]) -> None:
-        """Compute the answers to the fixed text of a version that will be published. A collective.
+        """Compute the answers to the fixed text of a version that will be published, if they prove it or are due.
+
+        A collective if ``logprobs`` is one.
 
         Args:
             version: the version of the policy's weights.
@@ -117,6 +126,9 @@ class Prover:
             logprobs: computes log-probabilities on all ranks; see Learner.logprobs.
         """
         evidence = self._evidence
+        if not (self._needs_answers or self._is_adapter or version % ANSWERS_EVERY == 0):
+            return
+        self._needs_answers = False
         if not evidence.token_ids:
             assert policy.description is not None, "rank 0 has it"
             context = getattr(policy.config, "max_position_embeddings", None) or TOKENS + 1
@@ -160,6 +172,7 @@ class Prover:
             known.is_proven = True
         elif sums:
             await self._compare_with_before(version, engine, sums)
+        self._needs_answers |= not engine.hashes_checkpoint
         if version == FIRST_VERSION and sums and known.first:
             names = changed(known.first, sums)
             if zeros := evidence.with_zeros:
@@ -269,6 +282,7 @@ class Prover:
             "served_version": min((served for _, served in shares if served is not None), default=None),
         }
         self._pause = 0.0
+        self.difference = found["probe_difference"] or self.difference
         for known in self._workers.values():
             known.is_proven = False
         return {name: float(value) for name, value in found.items() if value is not None}

@@ -156,7 +156,9 @@ def test_weights_are_proven_to_the_bit_by_every_worker(start: Callable[..., Run]
     for version in range(3):
         metrics = run.publish(version)
         assert (metrics["workers_proven"], metrics["workers_refused"], metrics["workers"]) == (2, 0, 2)
-        assert metrics["probe_difference"] < 0.05
+        # Digests by name prove the others.
+        assert ("probe_difference" in metrics) == (version == 0)
+        assert metrics.get("probe_difference", 0.0) < 0.05
         assert metrics.get("served_version", version) == version
         assert metrics["proof_seconds"] > 0
     assert not run.refusals
