@@ -63,8 +63,8 @@ TOKENS = 64
 PATIENCE_SECONDS = 5.0
 """Longest wait for the answers of a worker whose weights are proven."""
 ANSWERS_EVERY = 8
-"""Versions from one text to the next for workers whose every tensor is proven by name. It says there how far trainer and
-engine are apart, and costs more than the digests."""
+"""Versions from one text to the next for workers whose every tensor is proven by name. The answers then say how far
+trainer and engine are apart, and cost more than the digests."""
 MOST_REFUSALS = 2
 """Failed proofs of a worker for one version that end the run."""
 REMEDY = (
