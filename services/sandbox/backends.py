@@ -283,6 +283,6 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
     arguments += ["--dev", "/dev"]
     if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
-    for option, bound in (("--ro-bind", layout.mounts), ("--ro-bind", layout.pipes)) if layout else ():
-        arguments += [word for path, source in bound.items() for word in (option, source, path)]
+    for files in (layout.mounts, layout.pipes) if layout else ():
+        arguments += [word for path, source in files.items() for word in ("--ro-bind", source, path)]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--new-session", "--chdir", "/"]
