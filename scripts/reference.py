@@ -150,7 +150,6 @@ def models_table() -> str:
         layout = "rows" if obstacle_to_trees(AutoConfig.for_model(family.kind, **family.options)) else "trees"
         lora = "yes" if family.has_adapters else "no"
         engine = "packed" if family.kind in PACKED else "transformers'"
-        sglang = "its own" if family.is_in_sglang else "transformers'"
         cells = [
             family.models,
             f"`{family.kind}`",
@@ -158,7 +157,7 @@ def models_table() -> str:
             layout,
             lora,
             engine,
-            sglang,
+            family.sglang,
             family.calls,
             family.ran,
         ]

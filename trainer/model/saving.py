@@ -214,6 +214,10 @@ def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> No
     if policy.description.untrained is None:
         config = config.get_text_config()
         config.architectures = [type(policy.causal_lm()).__name__]
+    text = config.get_text_config()
+    if "linear_attention" in (types := getattr(text, "layer_types", None) or []):
+        # transformers reads the layers' types from this key and drops it; SGLang opens no Qwen3-Next or 3.5 without it.
+        text.full_attention_interval = types.index("full_attention") + 1
     config.save_pretrained(directory)
     generation = getattr(policy.causal_lm(), "generation_config", None)
     if generation is not None:
