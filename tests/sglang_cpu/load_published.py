@@ -1,4 +1,4 @@
-"""Loads model directories into SGLang's own models, in SGLang's environment: ``sglang-python load_published.py DIR...``.
+"""Loads model directories into SGLang's own models: ``sglang-python load_published.py DIR...``.
 
 Prints an object a directory: the class of the model, the names of its parameters that stay unfilled, and those of the
 directory's tensors that are in no parameter. Each is loaded twice, as an update of weights does.

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
 
+from tests.families import IMAGES, KINDS, TINY, save_image_model
 from tests.services.rollout_server.conftest import check_installed
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
-from tests.trainer.model import test_image_checkpoints, test_recurrent, test_rows, test_tree_families
 from tests.trainer.tiny import SHAPE, save_model
 from tests.waiting import LIMIT_SECONDS
-from toys.arithmetic import build_tokenizer
 from trainer.config import TrainerSettings
 from trainer.model import families
 from trainer.model.gathering import whole_parameters
@@ -28,33 +27,20 @@ from trainer.model.saving import keep_untrained, save_pretrained
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-KINDS = {family.kind for family in families.FAMILIES}
-TINY = test_rows.OTHERS | dict(test_tree_families.FAMILIES.values()) | test_recurrent.FAMILIES
 AS_RELEASED: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
     "exaone4": {"head_dim": 8, "sliding_window_pattern": "LG"},
 }
 """What SGLang expects of a family's checkpoints, and the tiny configurations lack."""
-IMAGES = {
-    "qwen3_5": (test_image_checkpoints.TEXT, test_image_checkpoints.VISION | {"deepstack_visual_indexes": []}),
-    "gemma4": (
-        TINY["gemma4_text"] | {"vocab_size_per_layer_input": SHAPE["vocab_size"], "hidden_size_per_layer_input": 8},
-        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
-    ),
-}
-"""Text and vision tower of image checkpoints. SGLang opens Gemma 4 as one only."""
-CASES = sorted(KINDS - {"gemma4_text"} | IMAGES.keys())
+# SGLang opens Gemma 4 as an image checkpoint only.
+CASES = sorted({*KINDS, *IMAGES} - {"gemma4_text"})
 
 
 def checkpoint(directory: Path, case: str) -> Path:
     """Write a tiny checkpoint of a family."""
-    if case not in IMAGES:
-        return save_model(directory, AutoConfig.for_model(case, **SHAPE | TINY[case] | AS_RELEASED.get(case, {})))
-    text, vision = IMAGES[case]
-    config = AutoConfig.for_model(case, text_config=SHAPE | text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
-    return directory
+    if case in IMAGES:
+        return save_image_model(directory, case)
+    return save_model(directory, AutoConfig.for_model(case, **SHAPE | TINY[case] | AS_RELEASED.get(case, {})))
 
 
 @pytest.fixture(scope="module")

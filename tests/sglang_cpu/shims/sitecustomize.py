@@ -1,8 +1,8 @@
 """Makes SGLang's environment work with a torch for CPU.
 
-Declares operators that modules look up when they are imported, and that raise when they are called: torchvision's, which
-its build for CUDA cannot register, and those of SGLang's kernels for processors, which this build lacks. Leaves out
-pinned memory, which SGLang's LoRA layers ask for and which exists beside an accelerator only.
+Declares operators that modules look up when they are imported, and that raise when they are called: torchvision's,
+which its build for CUDA cannot register, and those of SGLang's kernels for processors, which are not installed. Leaves
+out pinned memory, which SGLang's LoRA layers ask for and which exists beside an accelerator only.
 """
 
 import functools
