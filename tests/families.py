@@ -20,6 +20,8 @@ TINY: dict[str, dict[str, Any]] = {
     for kind in KINDS
 }
 """The options of each ``model_type``, besides the sizes that all have."""
+for _kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+    TINY[_kind] = TINY[_kind] | {"full_attention_interval": 2}
 TINY["gemma4_text"] = TINY["gemma4_text"] | {"vocab_size_per_layer_input": 17, "hidden_size_per_layer_input": 8}
 
 _TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}

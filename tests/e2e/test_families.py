@@ -45,7 +45,7 @@ def test_a_family_learns_and_resumes_to_the_bit(tmp_path: Path, kind: str, lora_
         run_id="family",
         BATCH_SIZE="16",
         GROUP_SIZE="16",
-        LEARNING_RATE="2e-3" if lora_rank else "5e-4",
+        LEARNING_RATE="1e-2" if lora_rank else "5e-4",
         LORA_RANK=str(lora_rank),
         MAX_STEPS=str(STEPS),
         REPLAY_GROUPS="0",

@@ -55,8 +55,16 @@ FAMILIES = (
     Family("Gemma 1", "gemma"),
     Family("Gemma 2", "gemma2", f"{_WINDOWS}; caps", options=_WINDOW),
     Family("Gemma 3", "gemma3_text", _WINDOWS, options=_WINDOW),
-    Family("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4", sglang="its own, of image checkpoints, without LoRA", options=_WINDOW),
-    Family("gpt-oss", "gpt_oss", f"{_WINDOWS}; sinks; experts", "harmony", _KILLED, has_adapters=False, options=_WINDOW),
+    Family(
+        *("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4"),
+        sglang="its own, of image checkpoints, without LoRA",
+        options=_WINDOW,
+    ),
+    Family(
+        *("gpt-oss", "gpt_oss", f"{_WINDOWS}; sinks; experts", "harmony", _KILLED),
+        has_adapters=False,
+        options=_WINDOW,
+    ),
     Family("OLMo 1, 2", "olmo2"),
     Family("OLMo 3", "olmo3", _WINDOWS, ran=_ON_SGLANG, options=_WINDOW),
     Family("EXAONE 4", "exaone4", _WINDOWS, options=_WINDOW),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class Description:
 
     config: PretrainedConfig
     """That of the whole checkpoint, which may be an image model's."""
+    config_file: dict[str, Any]
+    """The content of the checkpoint's config.json."""
     tokenizer: PreTrainedTokenizerBase
     weights_digest: str
     """See the function of this name."""
@@ -185,6 +187,7 @@ def load_description(settings: TrainerSettings, digest: str) -> Description:
     with _as_configuration_error(name):
         return Description(
             AutoConfig.from_pretrained(name, trust_remote_code=trust),
+            PretrainedConfig.get_config_dict(name)[0],
             AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
             digest,
         )
