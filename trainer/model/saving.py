@@ -213,8 +213,8 @@ def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> No
         config, names = config.get_text_config(), names.get("text_config", names)
         names = names | {"architectures": [type(policy.causal_lm()).__name__], "model_type": config.model_type}
     config.save_pretrained(directory)
-    # By the checkpoint's own names, because engines do not read all that transformers writes. SGLang takes a default for
-    # the base of OLMo 3's rotary embeddings, and cannot open a Qwen3-Next without full_attention_interval.
+    # By the checkpoint's own names, because engines do not read all that transformers writes. SGLang takes a default
+    # for the base of OLMo 3's rotary embeddings, and cannot open a Qwen3-Next without full_attention_interval.
     content = {name: x for name, x in names.items() if name != "torch_dtype"} | {"dtype": str(dtype).split(".")[1]}
     (directory / "config.json").write_text(json.dumps(content, indent=2), "utf-8")
     generation = getattr(policy.causal_lm(), "generation_config", None)
