@@ -28,7 +28,7 @@ _TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "n
 _DEPTHS = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": []}
 IMAGES = {
     "qwen3_5": (TINY["qwen3_5_text"], _TOWER | _DEPTHS),
-    "gemma3": (TINY["gemma3_text"], _TOWER | {"image_size": 32, "patch_size": 8}),
+    "gemma3": (TINY["gemma3_text"], _TOWER | {"image_size": 32, "patch_size": 8, "vision_use_head": False}),
     "gemma4": (TINY["gemma4_text"], _TOWER),
 }
 """Text and vision tower of image checkpoints."""
