@@ -39,14 +39,14 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("Llama 2, 3", "llama", calls=_HERMES, ran=_JOB),
+    Family("Llama 2, 3", "llama", calls=_HERMES, ran=_KILLED),
     Family("Mistral, Ministral 8B", "mistral", options={"sliding_window": None}),
     Family("Ministral (windows)", "ministral", _WINDOWS, sglang=BY_TRANSFORMERS, options=_WINDOW),
     Family("Qwen2, 2.5", "qwen2", calls=_HERMES, ran=_JOB),
     Family("Qwen3", "qwen3", calls=_HERMES, ran=_JOB),
     Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, _JOB, has_adapters=False),
     Family("Qwen3-Next", "qwen3_next", "gated delta net; experts", _HERMES, has_adapters=False, options=_DELTA),
-    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _KILLED, sglang=_WITHOUT_LORA, options=_DELTA),
+    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _JOB, sglang=_WITHOUT_LORA, options=_DELTA),
     Family(
         *("Qwen3.5 MoE and later", "qwen3_5_moe_text", "gated delta net; experts", _XML),
         has_adapters=False,
