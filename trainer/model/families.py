@@ -70,7 +70,7 @@ FAMILIES = (
     Family("EXAONE 4", "exaone4", _WINDOWS, options=_WINDOW),
     Family("LFM2", "lfm2", "short convolutions", ran=_ON_SGLANG, sglang=_WITHOUT_LORA, options=_CONVOLUTIONS),
     Family("Granite 3", "granite"),
-    Family("Granite 4", "granitemoehybrid", "Mamba-2", has_adapters=False),
+    Family("Granite 4", "granitemoehybrid", "Mamba-2", ran=_KILLED, has_adapters=False),
     Family("Command R", "cohere"),
     Family("Command R7B, A", "cohere2", _WINDOWS, options=_WINDOW),
     Family("SmolLM3", "smollm3", calls=_HERMES, sglang=BY_TRANSFORMERS),
