@@ -31,7 +31,7 @@ IMAGE ?= grpo:latest
 JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-harbor demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
+.PHONY: help demo demo-distill demo-sft demo-code demo-agent demo-environment demo-harbor demo-mix demo-gsm8k one-gpu test check test-all test-slow test-skipped museum test-models test-busy test-times test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-gpu results harnesses image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,7 +88,7 @@ types: $(VENV)/.test
 	$(RUN) -m mypy
 
 # Other tests have targets of their own, with what they need.
-HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda and not museum
+HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda and not museum and not models
 
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and $(HERE)" $(TESTS)
@@ -102,6 +102,9 @@ test-skipped: $(VENV)/.test  ## the tests that the last run skipped, after what 
 
 museum: $(VENV)/.test  ## faults of other systems, injected into whole jobs: each is named by its rule, or ends the run; some minutes
 	$(RUN) -m pytest -n $(WORKERS) -m museum tests/museum
+
+test-models: $(VENV)/.test  ## a whole run of each family of docs/models.md, killed once and resumed
+	$(RUN) -m pytest -n $(WORKERS) tests/e2e/test_families.py
 
 test-busy: $(VENV)/.test $(VENV)/.compiled $(VENV)/.sky  ## the tests of `make test`, or TESTS, beside two processes for each that compute without end
 	@others=; trap 'kill $$others' EXIT INT TERM; for _ in 1 2; do $(RUN) -c 'while True: pass' & others="$$others $$!"; done; \

@@ -153,8 +153,7 @@ def models_table() -> str:
         layout = "rows" if obstacle_to_trees(AutoConfig.for_model(family.kind, **family.options)) else "trees"
         lora = "yes" if family.has_adapters else "no"
         engine = "packed" if family.kind in PACKED else "transformers'"
-        sglang = "its own" if family.is_in_sglang else "transformers'"
-        known = [f"`{family.kind}`", family.layers, layout, lora, engine, sglang, family.calls, family.ran]
+        known = [f"`{family.kind}`", family.layers, layout, lora, engine, family.sglang, family.calls, family.ran]
         lines.append(f"| {' | '.join([family.models, *known])} |")
     return "\n".join([*lines, ""])
 

@@ -20,7 +20,7 @@ _CACHE = Path(__file__).parents[1] / ".cache"
 FILE, SKIPPED = _CACHE / "test-times.tsv", _CACHE / "skipped-tests.txt"
 MOST_SECONDS = 5.0
 """Of a processor, for a test of `make test` that starts no whole job group."""
-FREE = ("slow", "e2e", "gpu", "sglang", "skypilot", "oracles", "openenv", "cuda", "museum")
+FREE = ("slow", "e2e", "gpu", "sglang", "skypilot", "oracles", "openenv", "cuda", "museum", "models")
 """The marks of tests that may take more."""
 PROGRAMS = {
     "bubblewrap": "bubblewrap",

@@ -6,10 +6,17 @@ set -euo pipefail
 dir=${1:?usage: install.sh DIR}
 here=$(cd "$(dirname "$0")" && pwd)
 version=0.5.23
-[ "$(cat "$dir/.sglang-version" 2>/dev/null)" = "$version" ] && exit 0
-
 [ -x "$dir/bin/python" ] || "${PYTHON:-python3}" -m venv "$dir"
 dir=$(cd "$dir" && pwd)
+cat > "$dir/bin/sglang-python" <<WRAPPER
+#!/bin/sh
+# Written by tests/sglang_cpu/install.sh.
+export PYTHONPATH="$here/shims" SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
+exec "$dir/bin/python" "\$@"
+WRAPPER
+chmod +x "$dir/bin/sglang-python"
+[ "$(cat "$dir/.sglang-version" 2>/dev/null)" = "$version" ] && exit 0
+
 install() { "$dir/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 # The trainer's torch; sglang's own pin is one with CUDA.
 install torch==2.13.0 numpy
@@ -23,12 +30,5 @@ install torch==2.13.0 transformers==5.19.0 openai==2.8.0 openai-harmony==0.0.4 o
   watchfiles xxhash zstandard
 install --no-deps torchvision==0.28.0
 
-cat > "$dir/bin/sglang-python" <<WRAPPER
-#!/bin/sh
-# Written by tests/sglang_cpu/install.sh.
-export PYTHONPATH="$here/shims" SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES=
-exec "$dir/bin/python" "\$@"
-WRAPPER
-chmod +x "$dir/bin/sglang-python"
 "$dir/bin/sglang-python" -c 'import sglang.srt.server_args'
 echo "$version" > "$dir/.sglang-version"

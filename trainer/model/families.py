@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 
 _STEPS = "steps"
 _JOB = "whole runs"
+_KILLED = f"{_JOB}, one killed"
+_ON_SGLANG = f"{_KILLED}; steps with SGLang"
 _DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _WINDOW = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 _WINDOWS = "full attention and windows"
+BY_TRANSFORMERS = "transformers'"
+_WITHOUT_LORA = "its own, without LoRA"
 _XML, _HERMES, _NONE = "XML", "Hermes", "none known"
 
 
@@ -28,21 +32,21 @@ class Family(NamedTuple):
     """The runs and comparisons that were seen to work."""
     has_adapters: bool = True
     """True if LoRA trains it, because its layers are single linear layers."""
-    is_in_sglang: bool = True
-    """True if SGLang 0.5.23 has an implementation of its own; otherwise it serves it by transformers' layers."""
+    sglang: str = "its own"
+    """The implementation by which SGLang 0.5.23 serves it."""
     options: Mapping[str, Any] = {}
     """Fields of its configuration in which its models differ from transformers' defaults."""
 
 
 FAMILIES = (
-    Family("Llama 2, 3", "llama", calls=_HERMES, ran=_JOB),
+    Family("Llama 2, 3", "llama", calls=_HERMES, ran=_KILLED),
     Family("Mistral, Ministral 8B", "mistral", options={"sliding_window": None}),
-    Family("Ministral (windows)", "ministral", _WINDOWS, is_in_sglang=False, options=_WINDOW),
+    Family("Ministral (windows)", "ministral", _WINDOWS, sglang=BY_TRANSFORMERS, options=_WINDOW),
     Family("Qwen2, 2.5", "qwen2", calls=_HERMES, ran=_JOB),
     Family("Qwen3", "qwen3", calls=_HERMES, ran=_JOB),
     Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, _JOB, has_adapters=False),
     Family("Qwen3-Next", "qwen3_next", "gated delta net; experts", _HERMES, has_adapters=False, options=_DELTA),
-    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _JOB, options=_DELTA),
+    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _JOB, sglang=_WITHOUT_LORA, options=_DELTA),
     Family(
         *("Qwen3.5 MoE and later", "qwen3_5_moe_text", "gated delta net; experts", _XML),
         has_adapters=False,
@@ -51,22 +55,30 @@ FAMILIES = (
     Family("Gemma 1", "gemma"),
     Family("Gemma 2", "gemma2", f"{_WINDOWS}; caps", options=_WINDOW),
     Family("Gemma 3", "gemma3_text", _WINDOWS, options=_WINDOW),
-    Family("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4", options=_WINDOW),
-    Family("gpt-oss", "gpt_oss", f"{_WINDOWS}; sinks; experts", "harmony", has_adapters=False, options=_WINDOW),
+    Family(
+        *("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4"),
+        sglang="its own, of image checkpoints, without LoRA",
+        options=_WINDOW,
+    ),
+    Family(
+        *("gpt-oss", "gpt_oss", f"{_WINDOWS}; sinks; experts", "harmony", _KILLED),
+        has_adapters=False,
+        options=_WINDOW,
+    ),
     Family("OLMo 1, 2", "olmo2"),
-    Family("OLMo 3", "olmo3", _WINDOWS, is_in_sglang=False, options=_WINDOW),
+    Family("OLMo 3", "olmo3", _WINDOWS, ran=_ON_SGLANG, options=_WINDOW),
     Family("EXAONE 4", "exaone4", _WINDOWS, options=_WINDOW),
-    Family("LFM2", "lfm2", "short convolutions", ran=f"{_JOB}, one killed", options=_CONVOLUTIONS),
+    Family("LFM2", "lfm2", "short convolutions", ran=_ON_SGLANG, sglang=_WITHOUT_LORA, options=_CONVOLUTIONS),
     Family("Granite 3", "granite"),
-    Family("Granite 4", "granitemoehybrid", "Mamba-2", has_adapters=False),
+    Family("Granite 4", "granitemoehybrid", "Mamba-2", ran=_KILLED, has_adapters=False),
     Family("Command R", "cohere"),
     Family("Command R7B, A", "cohere2", _WINDOWS, options=_WINDOW),
-    Family("SmolLM3", "smollm3", calls=_HERMES, is_in_sglang=False),
+    Family("SmolLM3", "smollm3", calls=_HERMES, sglang=BY_TRANSFORMERS),
     Family("SmolLM2", "llama", calls=_HERMES, ran=f"{_JOB}: the demo"),
-    Family("Phi 1, 2", "phi"),
+    Family("Phi 1, 2", "phi", sglang=_WITHOUT_LORA),
     Family("Phi 3, 4", "phi3"),
     Family("GLM 4", "glm4"),
-    Family("Seed-OSS", "seed_oss", is_in_sglang=False),
-    Family("StarCoder 2", "starcoder2"),
+    Family("Seed-OSS", "seed_oss", sglang=BY_TRANSFORMERS),
+    Family("StarCoder 2", "starcoder2", sglang=_WITHOUT_LORA),
     Family("GPT-2", "gpt2", has_adapters=False),
 )

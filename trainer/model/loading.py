@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import PrefixChange
 from transformers.pytorch_utils import Conv1D
 
 from services.core import machine
@@ -39,6 +44,8 @@ class Description:
 
     config: PretrainedConfig
     """That of the whole checkpoint, which may be an image model's."""
+    config_file: dict[str, Any]
+    """The content of the checkpoint's config.json."""
     tokenizer: PreTrainedTokenizerBase
     weights_digest: str
     """See the function of this name."""
@@ -79,8 +86,19 @@ def load_config(settings: TrainerSettings) -> PretrainedConfig:
         ConfigurationError: it cannot be loaded.
     """
     with _as_configuration_error(settings.model_name):
-        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
-        return config.get_text_config()
+        whole = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+    config = whole.get_text_config()
+    if config is not whole:
+        _find_text(config.model_type)
+    return config
+
+
+def _find_text(kind: str) -> None:
+    """Have transformers leave out, and write again, the prefix of a language model's tensors in an image checkpoint."""
+    known = get_checkpoint_conversion_mapping(kind) or []
+    if not any(isinstance(change, PrefixChange) for change in known):
+        prefixes = [PrefixChange(prefix_to_remove="language_model", model_prefix=model) for model in ("model", None)]
+        register_checkpoint_conversion_mapping(kind, [*known, *prefixes], overwrite=True)
 
 
 def choose_layout(settings: TrainerSettings, configs: Iterable[PretrainedConfig]) -> Layout:
@@ -178,6 +196,7 @@ def load_description(settings: TrainerSettings, digest: str) -> Description:
     with _as_configuration_error(name):
         return Description(
             AutoConfig.from_pretrained(name, trust_remote_code=trust),
+            PretrainedConfig.get_config_dict(name)[0],
             AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
             digest,
         )

@@ -405,6 +405,8 @@ def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) 
         log.warning("the names of the checkpoint's tensors cannot be read and compared", model=model_name)
         return
     there = set(files)
+    if any("language_model." in name for name in there):  # An image checkpoint, whose other parts are kept.
+        there = {name for name in there if "language_model." in name or name in published}
     tied = _tied(model)  # They may lie in the files once or twice.
     ignored = [re.compile(pattern) for pattern in (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))]
     missing = [

@@ -5,7 +5,6 @@ A full disk becomes one error, DiskFullError, with the path and the remedy.
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import logging
@@ -209,12 +208,15 @@ def _add_untrained(policy: Policy, trained: list[str], directory: Path) -> None:
 
 def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     assert policy.description is not None, "only rank 0 saves, and only the policy in training"
-    config = copy.deepcopy(policy.description.config)
-    config.dtype = dtype
+    config, names = policy.description.config, policy.description.config_file
     if policy.description.untrained is None:
-        config = config.get_text_config()
-        config.architectures = [type(policy.causal_lm()).__name__]
+        config, names = config.get_text_config(), names.get("text_config", names)
+        names = names | {"architectures": [type(policy.causal_lm()).__name__], "model_type": config.model_type}
     config.save_pretrained(directory)
+    # By the checkpoint's own names, because engines do not read all that transformers writes. SGLang takes a default
+    # for the base of OLMo 3's rotary embeddings, and cannot open a Qwen3-Next without full_attention_interval.
+    content = {name: x for name, x in names.items() if name != "torch_dtype"} | {"dtype": str(dtype).split(".")[1]}
+    (directory / "config.json").write_text(json.dumps(content, indent=2), "utf-8")
     generation = getattr(policy.causal_lm(), "generation_config", None)
     if generation is not None:
         generation.save_pretrained(directory)

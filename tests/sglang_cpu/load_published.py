@@ -1,0 +1,99 @@
+"""Loads model directories into SGLang's own models: ``sglang-python load_published.py DIR...``.
+
+Prints an object a directory: the class of the model, the names of its parameters that stay unfilled, and those of the
+directory's tensors that are in no parameter. Each is loaded twice, as an update of weights does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+from sglang.srt.distributed import bootstrap
+from sglang.srt.layers.moe import initialize_moe_config
+from sglang.srt.model_loader.loader import _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+
+NOT_NATIVE = {"exaone4", "gemma4", "gpt_oss"}
+"""Models that refuse SGLang's attention for processors. They load with another one, and compute on GPUs only."""
+
+
+def build(directory: Path) -> torch.nn.Module:
+    """Return SGLang's model of a directory's configuration, without its weights."""
+    is_refused = json.loads((directory / "config.json").read_text())["model_type"] in NOT_NATIVE
+    args = ServerArgs(
+        str(directory),
+        device="cpu",
+        attention_backend="triton" if is_refused else "torch_native",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        disable_radix_cache=True,
+    )
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    config = ModelConfig.from_server_args(args)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
+    bootstrap.init_layer_runtime(model_config=config)
+    initialize_moe_config()
+    load = LoadConfig()
+    with set_default_torch_dtype(torch.float32):
+        return _initialize_model(adjust_config_with_unaligned_cpu_tp(config, load, 1), load)
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    """Fill each tensor with a number of its own, and look for these numbers in SGLang's model."""
+    model = build(directory)
+    shapes: dict[str, list[int]] = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    numbers = {name: 1 + place / 4096 for place, name in enumerate(shapes)}
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(math.nan)
+        model.load_weights((name, torch.full(shape, numbers[name])) for name, shape in shapes.items())
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    there = torch.cat([x.detach().double().flatten().unique() for x in state.values()])
+    there = there[~there.isnan()]
+    # Mamba-2 layers keep -exp(A_log), and Gemma 1's norms 1 + weight.
+    found = {n: min((there - x).abs().min() for x in (n, 1 + n, -math.exp(n))) < 1e-5 for n in numbers.values()}
+    return {
+        "class": type(model).__name__,
+        "unfilled": [name for name, parameter in model.named_parameters() if parameter.isnan().any()],
+        "skipped": [name for name in shapes if not found[numbers[name]]],
+    }
+
+
+def show(directory: str) -> None:
+    """Print the outcome of a directory."""
+    try:
+        found = outcome(Path(directory))
+    except Exception as error:  # noqa: BLE001  # The outcome says what SGLang refuses.
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    ModelRegistry.get_supported_archs()  # imports all models, which takes longer than all loads
+    for each in sys.argv[1:]:
+        process = multiprocessing.get_context("fork").Process(target=show, args=(each,))
+        process.start()
+        process.join()
