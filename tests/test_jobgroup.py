@@ -165,10 +165,9 @@ def test_every_job_group_repeats_the_tasks_of_the_first(file):
         # The trainer's node runs the agent, which may have OpenAI's client.
         setup = expected["ppo-trainer"]["setup"]
         expected["ppo-trainer"]["setup"] = setup.replace("[trainer$", "[trainer,evaluation$")
-        if file == "jobgroups/agent.yaml":
-            added = found["ppo-trainer"]["setup"].removeprefix(expected["ppo-trainer"]["setup"])
-            assert 'preset:*) python -m services.harnesses "${AGENT_COMMAND#preset:}" || exit "$(' in added
-            expected["ppo-trainer"]["setup"] += added
+        added = found["ppo-trainer"]["setup"].removeprefix(expected["ppo-trainer"]["setup"])
+        assert 'preset:*) python -m services.harnesses "${AGENT_COMMAND#preset:}" || exit "$(' in added
+        expected["ppo-trainer"]["setup"] += added
     if file == "jobgroups/sft.yaml":  # nothing is sampled
         expected = {name: expected[name] for name in ("grpo", *VARIABLES[file])}
         del expected["grpo"]["termination_delay"]["replay-buffer"]

@@ -229,8 +229,7 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
         log_level="warning",
         server_header=False,
         # Longer than clients keep idle connections (KEEP_ALIVE_SECONDS): else one side closes what the other uses.
-        timeout_keep_alive=30,
-        **options,
+        **{"timeout_keep_alive": 30} | options,
     )
 
 

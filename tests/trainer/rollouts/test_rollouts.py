@@ -99,7 +99,7 @@ class Steps:
         fingerprint = Fingerprint(model="test", weights="1a", tokenizer="2b", dataset="test", data={})
         state = RunState(model_type="test", parameters=0, policy_version=1, fingerprint=fingerprint)
         self.loop = TrainingLoop(main.settings, main, rank_calls, self.files, RunStatus(), state, 100, 400)
-        self.loop.publisher = MagicMock(**{"publish.return_value": {}})
+        self.loop.publisher = MagicMock(**{"publish.return_value": {}, "prover.difference": 0.0})
 
     def next(self) -> list[int]:
         """Take a step; return the positions of the prompts whose groups were trained on."""
