@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -133,9 +135,15 @@ def measure_here(work: Work) -> Rank:
             learner.update(work.groups(policy.config.vocab_size, number), number)
             ranks.barrier()
             seconds.append(time.perf_counter() - began)
-    # getrusage counts kibibytes on Linux and bytes on macOS.
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Rank(seconds[1:], torch.cuda.max_memory_allocated() if is_on_gpu else resident, parameters)
+    return Rank(seconds[1:], torch.cuda.max_memory_allocated() if is_on_gpu else _peak_resident(), parameters)
+
+
+def _peak_resident() -> int:
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux's getrusage counts what the process that started this one had, too.
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(peak) * 1024
 
 
 if __name__ == "__main__":
