@@ -142,7 +142,7 @@ def _peak_resident() -> int:
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux's getrusage counts what the process that started this one had, too.
-    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
     return int(peak) * 1024
 
 
