@@ -195,3 +195,12 @@ def _configured(model: str, named_by: str, field: str) -> int:
     raise ConfigurationError(
         f"{named_by} {model!r}: its configuration cannot be loaded: {reason}; give a Hugging Face name or directory"
     )
+
+
+def attention_option(config: Any) -> dict[str, str]:
+    """Return the option that names a configuration's attention by transformers; none where it is the default.
+
+    The default is eager for models with sinks, and otherwise leaves out caps of scores (Gemma 2).
+    """
+    has_caps = getattr(config, "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if has_caps else {}

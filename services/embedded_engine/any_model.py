@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.core.errors import first_line
 from services.core.linear import Head, Linear, make_linear
 from services.core.logs import get_logger
+from services.core.models import attention_option
 from services.embedded_engine.adapters import LowRank
 from services.embedded_engine.state_cache import Beginning, StateCache, piece_ends
 from services.embedded_engine.weights import WeightsError, refuse
@@ -303,9 +304,8 @@ class AnyModel:
     def _build(self, weights: dict[str, Tensor]) -> Any:
         """Return a new model with the weights, as transformers converts and ties them."""
         config = copy.deepcopy(self.architecture.config)
-        module, found = self.architecture.kind.from_pretrained(
-            None, config=config, state_dict=dict(weights), dtype=self.dtype, output_loading_info=True
-        )
+        options: dict[str, Any] = {"dtype": self.dtype, "output_loading_info": True, **attention_option(config)}
+        module, found = self.architecture.kind.from_pretrained(None, config=config, state_dict=dict(weights), **options)
         lacking = [f"{name} is missing" for name in found["missing_keys"]]
         unfit = [str(problem) for problem in (*found["mismatched_keys"], *found["error_msgs"])]
         refuse("the update", lacking + unfit)

@@ -18,8 +18,8 @@ from toys.arithmetic import SIZES, make
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 STEPS = 32
-WIDER = {"granitemoehybrid": {"mamba_n_heads": 12}}
-"""Options that depend on the width of the model that learns, which is three times that of the tiny ones."""
+OTHERWISE = {"granitemoehybrid": {"mamba_n_heads": 12}, "qwen3_moe": {"sliding_window": None}}
+"""Options of models that learn, which are three times as wide as the tiny ones, and sample while they are made."""
 IN_TEST_ALL = ("gpt_oss", "lfm2")
 """Windows, sinks and experts; short convolutions."""
 
@@ -38,7 +38,7 @@ def marked(kind: str) -> pytest.MarkDecorator:
 def test_a_family_learns_and_resumes_to_the_bit(tmp_path: Path, kind: str, lora_rank: int) -> None:
     # The tiny ones have two layers.
     twice = {name: value * 2 for name, value in TINY[kind].items() if isinstance(value, list)}
-    options = SIZES | TINY[kind] | twice | WIDER.get(kind, {})
+    options = SIZES | TINY[kind] | twice | OTHERWISE.get(kind, {})
     make(tmp_path / "model", config=AutoConfig.for_model(kind, **options))
     system = System(
         tmp_path,

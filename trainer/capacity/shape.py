@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.core.errors import ConfigurationError, first_line
+from services.core.models import attention_option
 from trainer.model.attention import obstacle_to_trees
-from trainer.model.loading import decoder_layers, row_attention
+from trainer.model.loading import decoder_layers
 from trainer.model.recurrent import is_recurrent, mixes_by_states, without_kernels
 
 
@@ -74,7 +75,7 @@ class ModelShape:
         """
         try:
             with torch.device("meta"):
-                options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **row_attention(config)}
+                options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **attention_option(config)}
                 model = AutoModelForCausalLM.from_config(config, **options)
         except ValueError as error:
             raise ConfigurationError(
@@ -86,15 +87,15 @@ class ModelShape:
         linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
         obstacle = obstacle_to_trees(config)
         # Families from before Llama do not all say it, and have four times the hidden size.
-        width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        width = _largest(config, "intermediate_size") or 4 * config.hidden_size
         recurrent = [layer for layer in layers if is_recurrent(config) and not obstacle and mixes_by_states(layer)]
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             intermediate=experts * (getattr(config, "moe_intermediate_size", None) or width) if experts else width,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_heads=_largest(config, "num_key_value_heads") or heads,
+            head_size=_largest(config, "head_dim") or config.hidden_size // heads,
             vocabulary=config.vocab_size,
             token_experts=experts or 0,
             has_head_norms=any(hasattr(getattr(layer, "self_attn", None), "q_norm") for layer in layers),
@@ -112,6 +113,11 @@ class ModelShape:
             mixer_bytes=_mixer_bytes(recurrent[0], config.hidden_size) if recurrent else 0,
             writes_scores=model.config._attn_implementation == "eager",
         )
+
+
+def _largest(config: PretrainedConfig, name: str) -> int:
+    """Return the largest number that a layer has for an option, in which those of Gemma 4 differ; 0 for none."""
+    return max(getattr(layer, name, None) or 0 for layer in getattr(config, "per_layer_config", None) or [config])
 
 
 def _is_norm(module: nn.Module, width: int) -> bool:

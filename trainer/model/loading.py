@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.machine import Compute
+from services.core.models import attention_option
 from trainer.config import Layout, TrainerSettings
 from trainer.model.attention import TREE_ATTENTION, has_plain_scores, obstacle_to_trees
 from trainer.model.logprobs import check_logits
@@ -138,7 +139,7 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
     if settings.layout is not Layout.ROWS:
         options["attn_implementation"] = TREE_ATTENTION
     else:
-        options |= row_attention(config)
+        options |= attention_option(config)
     with _as_configuration_error(settings.model_name):
         if materialise:
             model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
@@ -153,15 +154,6 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         if has_states:
             check_states(decoder_layers(model.base_model), config.hidden_size)
     return cast("PreTrainedModel", model)
-
-
-def row_attention(config: PretrainedConfig) -> dict[str, str]:
-    """Return the option that names a model's attention in rows; none where it is transformers' default.
-
-    The default is eager for models with sinks, and otherwise leaves out caps of scores.
-    """
-    has_caps = getattr(config, "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if has_caps else {}
 
 
 def decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from services.core.errors import ConfigurationError
+from services.core.models import attention_option
 from services.embedded_engine.adapters import read_adapter
 from services.embedded_engine.any_model import AnyModel
 from services.embedded_engine.families import is_known, read_config
@@ -40,10 +41,20 @@ TEMPERATURE = 0.7
 SIZES = SHAPE | {"max_position_embeddings": 512, "intermediate_size": 64}
 SERVED = {
     name: OTHERS.get(name, {})
-    for name in ("qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2", "gemma4_text", "qwen3_next", "mamba", "opt")
+    for name in (
+        "qwen3_5_text",
+        "gemma3_text",
+        "gemma2",
+        "gpt_oss",
+        "lfm2",
+        "gemma4_text",
+        "qwen3_next",
+        "mamba",
+        "opt",
+    )
 }
 SERVED["gemma4_text"] = SERVED["gemma4_text"] | {"vocab_size_per_layer_input": SIZES["vocab_size"]}
-"""Delta nets, windows, sinks, convolutions, shared keys and values, experts, no attention, learned positions."""
+"""Delta nets, windows, caps, sinks, convolutions, shared keys and values, experts, no attention, learned positions."""
 QUICK = ("qwen3_5_text",)
 families = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SERVED]
@@ -71,7 +82,8 @@ def at(count: int, call: Callable[[], Any]) -> Callable[[Sequence], None]:
 
 def trainers_logprobs(model: Path, request: Request, temperature: float = TEMPERATURE) -> list[list[float]]:
     """The log-probabilities of each of a request's completions, by rows of the trainer."""
-    policy = Policy(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), temperature)
+    options: dict[str, Any] = {"dtype": torch.float32, **attention_option(AutoConfig.from_pretrained(model))}
+    policy = Policy(AutoModelForCausalLM.from_pretrained(model, **options).eval(), temperature)
     completions = [trained_sequence(s.output_ids, s.logprobs, [1.0] * len(s.output_ids)) for s in request.sequences]
     with torch.no_grad():
         logprobs = policy(pack([TrainingGroup(request.prompt_ids, completions, "group")], PathRows)).logprobs

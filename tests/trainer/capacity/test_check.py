@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from local_runner.spec import JOB_GROUPS
 from services.core.errors import ConfigurationError
+from services.core.models import attention_option
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.runs import Outside, train
@@ -27,7 +28,6 @@ from trainer.capacity.shape import CONFIGS, ModelShape
 from trainer.capacity.work import Limits, Machine, choose, find_limits, plan_records, work_of
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
-from trainer.model.loading import row_attention
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError
 
@@ -447,7 +447,7 @@ def test_scores_of_rows_are_counted_where_attention_writes_them(family: str) -> 
     work = [work_of(settings(layout=layout), shape, Machine(1, 1, 4, ROOM)) for layout in ("rows", "tree")]
     counted = [needed(shape, one).device.get("scores of attention", 0) for one in work]
     assert counted[1] == 0
-    model = AutoModelForCausalLM.from_config(config, **row_attention(config)).eval().base_model
+    model = AutoModelForCausalLM.from_config(config, **attention_option(config)).eval().base_model
     lengths = (64, 128, 256)
     kept = [kept_bytes(model, torch.ones(1, length, dtype=torch.long)) for length in lengths]
     scores = float(np.polyfit(lengths, kept, 2)[0]) * (512 + 2048) * work[0].tokens
