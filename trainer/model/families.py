@@ -44,7 +44,7 @@ FAMILIES = (
     Family("Ministral (windows)", "ministral", _WINDOWS, sglang=BY_TRANSFORMERS, options=_WINDOW),
     Family("Qwen2, 2.5", "qwen2", calls=_HERMES, ran=_KILLED),
     Family("Qwen3", "qwen3", calls=_HERMES, ran=_JOB),
-    Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, _JOB, has_adapters=False),
+    Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, _KILLED, has_adapters=False),
     Family(
         "Qwen3-Next", "qwen3_next", "gated delta net; experts", _HERMES, _KILLED, has_adapters=False, options=_DELTA
     ),
@@ -74,13 +74,13 @@ FAMILIES = (
     Family("Granite 3", "granite"),
     Family("Granite 4", "granitemoehybrid", "Mamba-2", ran=_KILLED, has_adapters=False),
     Family("Command R", "cohere"),
-    Family("Command R7B, A", "cohere2", _WINDOWS, options=_WINDOW),
+    Family("Command R7B, A", "cohere2", _WINDOWS, ran=_KILLED, options=_WINDOW),
     Family("SmolLM3", "smollm3", calls=_HERMES, sglang=BY_TRANSFORMERS),
     Family("SmolLM2", "llama", calls=_HERMES, ran=f"{_JOB}: the demo"),
-    Family("Phi 1, 2", "phi", sglang=_WITHOUT_LORA),
+    Family("Phi 1, 2", "phi", ran=_KILLED, sglang=_WITHOUT_LORA),
     Family("Phi 3, 4", "phi3"),
     Family("GLM 4", "glm4"),
     Family("Seed-OSS", "seed_oss", sglang=BY_TRANSFORMERS),
     Family("StarCoder 2", "starcoder2", sglang=_WITHOUT_LORA),
-    Family("GPT-2", "gpt2", has_adapters=False),
+    Family("GPT-2", "gpt2", ran=_KILLED, has_adapters=False),
 )
