@@ -298,7 +298,7 @@ class Plan:
 
     @property
     def needs_gateway(self) -> bool:
-        """Whether prompts are answered by episodes."""
+        """True if prompts are answered by episodes."""
         return any(self.agents.values()) or bool(self.tasks)
 
     def _agent_of(self, settings: EvaluationSettings, *, is_task: bool) -> Agent | None:

@@ -60,7 +60,7 @@ _NEEDS = {
     "docker-compose": "environment/docker-compose.yaml environment/docker-compose.yml environment/compose.yaml",
     "verifier.collect": "verifier.collect",
 }
-"""What no box has, and the keys and files that need it, unless their value is empty or one of _HARMLESS."""
+"""Features that no box has, by the keys and files that need them, unless these are empty or one of _HARMLESS."""
 _HARMLESS = ("linux", "main", "shared")
 _CANARIES = re.compile(r"\A(?:(?:<!--.*canary.*-->|#.*canary.*)\s*)+", re.IGNORECASE)
 """First lines of an instruction that are no part of it."""
@@ -130,7 +130,7 @@ class Task(BaseModel, frozen=True):
     name: str = Field(validation_alias=_in_toml("task.name", "folder"))
     path: Path
     digest: str
-    """Of the names, contents and modes of all of its files."""
+    """The digest of the names, contents and modes of all of its files."""
     image: str = Field(validation_alias=_in_toml("environment.docker_image", "image"))
     """The name of the image that its Dockerfile begins with."""
     workdir: str

@@ -35,7 +35,7 @@ def round_up(length: int, step: int = STEP) -> int:
 
 
 class Prefixes(ABC):
-    """What is kept of at most ``max_tokens`` tokens, apart for requests with the adapter and without."""
+    """The beginnings of prompts that are kept, of at most ``max_tokens`` tokens, apart by adapter."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -72,7 +72,7 @@ class Rows(ABC):
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.prefixes = prefixes
-        """What is kept of ended sequences for those that continue them."""
+        """The beginnings that ended sequences leave for those that continue them."""
         self.row_length = 0
         """The tokens for which each row has room."""
 

@@ -366,7 +366,7 @@ class Admission:
     sequences: list[Sequence]
     rows: slice
     prefix: Any
-    """What ``Prefixes.find`` returned; None if it was not asked."""
+    """The answer of ``Prefixes.find``; None if it was not asked."""
 
     @property
     def num_cached(self) -> int:

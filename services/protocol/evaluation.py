@@ -266,10 +266,10 @@ class ProgramRequest(StrictModel):
     command: str
     """AGENT_COMMAND."""
     base_url: str
-    """Of the episode's session at the gateway, and its key."""
+    """The address of the episode's session at the gateway; ``api_key`` is its key."""
     api_key: str
     example: dict[str, Any]
-    """What a program reads."""
+    """The row that the program reads."""
     seconds: float
     """AGENT_SECONDS."""
     patience: float

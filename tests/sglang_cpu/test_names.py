@@ -31,7 +31,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
     "exaone4": {"head_dim": 8, "sliding_window_pattern": "LG"},
 }
-"""What SGLang expects of a family's checkpoints, and the tiny configurations lack."""
+"""The options that SGLang expects of a family's checkpoints, and the tiny configurations lack."""
 # SGLang opens Gemma 4 as an image checkpoint only.
 CASES = sorted({*KINDS, *IMAGES} - {"gemma4_text"})
 
@@ -45,7 +45,7 @@ def checkpoint(directory: Path, case: str) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What SGLang makes of a published version of each family, and of one by the names that transformers keeps."""
+    """The outcomes of loading each family's published version, and one by the names that transformers keeps."""
     check_installed("sglang")
     directory = tmp_path_factory.mktemp("published")
     with join_ranks() as ranks:
