@@ -12,6 +12,7 @@ from services.core.numbers import clean
 from services.environment_server import gsm8k
 from services.environment_server.games import GuessingGame
 from services.environment_server.gsm8k import CalculationError, calculate
+from services.environment_server.settings import TEXT_TURNS
 
 
 async def play(client: Any, episode: dict[str, Any], *actions: Any) -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ async def test_questions_are_answered_with_the_calculator_and_scored(
 ) -> None:
     monkeypatch.setenv("DATASET", "arithmetic")
     monkeypatch.setenv("REWARD_WORKERS", "1")
-    async with serving(app(environment="gsm8k", environment_max_steps=3)) as client:
+    async with serving(app(environment="gsm8k")) as client:
         reset = (await client.post("/reset", json={"seed": 11, "episodes": 3})).json()
         assert reset["environment"]["state"]["kind"] == "messages"
         right, wrong, endless = reset["episodes"]
@@ -72,7 +73,8 @@ async def test_questions_are_answered_with_the_calculator_and_scored(
         assert called["state"][-1]["content"] == f"{a}{operation}{b} = {value}"
         assert (called["status"], answered["status"], answered["reward"]) == ("running", "terminated", 1.0)
         assert (await play(client, wrong, "#### 987654"))[-1]["reward"] == 0.0
-        assert (await play(client, endless, *["<calc>1/0</calc>"] * 3))[-1]["status"] == "truncated"
+        *_, last_but_one, last = await play(client, endless, *["<calc>1/0</calc>"] * TEXT_TURNS)
+        assert (last_but_one["status"], last["status"]) == ("running", "truncated")
         again = (await client.post("/reset", json={"seed": 11})).json()["episodes"][0]
         assert again["state"] == right["state"]
 

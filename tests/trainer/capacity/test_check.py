@@ -365,6 +365,9 @@ def test_the_engine_beside_the_trainer_is_that_of_the_variables(monkeypatch: pyt
     assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=4096)
     monkeypatch.setenv("ROLLOUT_ENGINE", "embedded")
     assert engine_beside(given, shape, 1, 22 * GIB) == EngineBeside(gpus=1, tokens=4096, keeps_weights=True)
+    beside = EngineBeside(gpus=2, tokens=4096)
+    kept = replace(beside, keeps_weights=True).asleep(shape) - beside.asleep(shape)
+    assert kept == beside.weights(shape) == shape.parameters, "two bytes each, over two GPUs"
     monkeypatch.delenv("ENGINE_MAX_TOTAL_TOKENS")
     for context, tokens in (4096, 65536), (100_000, 100_000):
         monkeypatch.setenv("ENGINE_CONTEXT_LENGTH", str(context))
