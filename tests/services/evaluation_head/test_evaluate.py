@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,9 @@ async def test_episodes_are_counted_once(serving: Any, head: Any) -> None:
         server = stats["servers"][0]
         assert (server["mode"], server["environment"], server["state"]) == ("pushing", "Game-v0", "connected")
         assert server["returns"] == {"count": 1, "mean": 5.0, "deviation": None}
+        await ask(client, finished=[report | {"episode": "b", "episode_return": 8.0}], **about)
+        [server] = (await client.get("/stats")).json()["servers"]
+        assert server["returns"] == {"count": 2, "mean": 6.5, "deviation": pytest.approx(math.sqrt(4.5))}
 
 
 async def test_an_idle_episode_counts_as_lost(serving: Any, head: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -85,6 +86,8 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_sampled_token
     assert result[~MASK].tolist() == [0, 0]
     assert result[MASK].mean() == pytest.approx(0)
     assert result[MASK].std() == pytest.approx(1)
+    two = whitened(torch.arange(9, dtype=torch.float64), torch.arange(9) < 2)
+    assert two[:2].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
 
 @pytest.mark.parametrize("n", [0, 1, 9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_rows_of_a_micro_batch_are_of_similar_lengths(
         padded = len(lengths) * max(lengths)
         assert len(lengths) == 1 or padded <= max_tokens
         assert sum(lengths) >= (1 - MOST_PADDING) * padded
+
+
+def test_rows_of_equal_lengths_fill_micro_batches() -> None:
+    [group] = random_groups(1, n_groups=1, n_completions=1)
+    alike = replace(group, sequences=group.sequences * 8)
+    [batches] = share_out_rows([alike], 1, 4 * (len(group.prompt_ids) + group.sequences[0].tokens))
+    assert [sum(len(piece.sequences) for piece in batch) for batch in batches] == [4, 4]
 
 
 @pytest.mark.parametrize(
