@@ -148,6 +148,9 @@ def test_ratings_of_three_players_are_the_maximum_of_the_likelihood() -> None:
     # Two equal players: the variance of the log-odds is 4 / games, and half of it is each one's share.
     _, errors = bradley_terry(np.array([[0.0, 199.5], [199.5, 0.0]]))
     assert errors == pytest.approx([400 / math.log(10) * math.sqrt(4 / 400) / 2] * 2)
+    # Three equal players: the information of a pair is games / 4, and 2 / 9 of its inverse is each one's variance.
+    _, errors = bradley_terry(199.5 * (1 - np.eye(3)))
+    assert errors == pytest.approx([400 / math.log(10) * math.sqrt(2 / 9 * 4 / 400)] * 3)
 
 
 def test_mistakes_are_reported_in_terms_of_the_options(tmp_path: Path, wobbles: Path) -> None:
