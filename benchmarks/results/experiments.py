@@ -151,15 +151,18 @@ SHORTER = {
 }
 """Steps of the tiny task that take the processor time of its 40 without replay."""
 
-BATCHES: dict[str, Settings] = {
-    f"{prompts} x {group}": {
-        "BATCH_SIZE": f"{prompts}",
-        "GROUP_SIZE": f"{group}",
-        "MAX_STEPS": f"{2560 // (prompts * group)}",
+
+def batches(completions: int) -> dict[str, Settings]:
+    """Return the prompts x completions of a step, and as many steps as have ``completions`` in all."""
+    return {
+        f"{prompts} x {group}": {
+            "BATCH_SIZE": f"{prompts}",
+            "GROUP_SIZE": f"{group}",
+            "MAX_STEPS": f"{completions // (prompts * group)}",
+        }
+        for prompts, group in ((8, 8), (4, 8), (32, 8), (8, 16))
     }
-    for prompts, group in ((8, 8), (4, 8), (32, 8), (8, 16))
-}
-"""Prompts x completions of a step, and the steps that have as many completions as the tiny task's 40."""
+
 
 # --- methods ----------------------------------------------------------------------------------------------------------
 
@@ -304,7 +307,10 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
         *runs("tiny, learning rate 2e-3", at("2e-3"), range(5), REPLAY | SHORTER),
         *runs("demo", DEMO, range(3), REPLAY),
     ],
-    "batch": [run for rate in RISING[:2] for run in runs(f"learning rate {rate}", at(rate), range(5), BATCHES)],
+    "batch": [
+        *(run for rate in RISING[:2] for run in runs(f"learning rate {rate}", at(rate), range(5), batches(2560))),
+        *(run for rate in ("2e-5", "8e-5") for run in runs(f"demo, {rate}", at(rate, DEMO), range(5), batches(1280))),
+    ],
     "methods": [
         *runs("tiny, choice of rates", TINY, range(100, 102), TRIED),
         *runs("tiny", TINY, range(5), AT_BEST),
