@@ -1,7 +1,8 @@
 """Loads model directories into SGLang's own models: ``sglang-python load_published.py DIR...``.
 
-Prints an object a directory: the class of the model, the names of its parameters that stay unfilled, and those of the
-directory's tensors that are in no parameter. Each is loaded twice, as an update of weights does.
+Prints an object a directory: the class of the model, the names of its parameters that stay unfilled, those of the
+directory's tensors that are in no parameter, and where each of the others is. Each is loaded twice, as an update of
+weights does.
 """
 
 from __future__ import annotations
@@ -70,14 +71,19 @@ def outcome(directory: Path) -> dict[str, Any]:
                 parameter.fill_(math.nan)
         model.load_weights((name, torch.full(shape, numbers[name])) for name, shape in shapes.items())
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    there = torch.cat([x.detach().double().flatten().unique() for x in state.values()])
-    there = there[~there.isnan()]
-    # Mamba-2 layers keep -exp(A_log), and Gemma 1's norms 1 + weight.
-    found = {n: min((there - x).abs().min() for x in (n, 1 + n, -math.exp(n))) < 1e-5 for n in numbers.values()}
+    state = {name: x.detach().double() for name, x in state.items() if x.is_floating_point() and "_cache" not in name}
+    # Mamba-2 layers keep -exp(A_log), and Gemma 1's norms 1 + weight; gpt-oss has its sinks in bfloat16.
+    precision = {name: 2**-7 if name.endswith(".sinks") else 1e-5 for name in shapes}
+    places = {
+        name: [own for own, x in state.items() if min((x - v).abs().min() for v in (n, 1 + n, -math.exp(n))) < least]
+        for (name, n), least in zip(numbers.items(), precision.values(), strict=True)
+    }
     return {
         "class": type(model).__name__,
         "unfilled": [name for name, parameter in model.named_parameters() if parameter.isnan().any()],
-        "skipped": [name for name in shapes if not found[numbers[name]]],
+        "skipped": [name for name in shapes if not places[name]],
+        "places": places,
+        "names": [*state],
     }
 
 
