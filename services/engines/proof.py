@@ -54,32 +54,31 @@ Answers = NDArray[np.float64]
 """Log-probabilities of the fixed text's tokens but the first, [N]."""
 Sums = Mapping[str, Mapping[str, str]]
 """An engine's checksums by rank and name."""
-_FUSED = tuple(
-    (re.compile(part), whole)
-    for part, whole in (
-        # Image checkpoints of Qwen3.5, and of Gemma 4
-        (r"^model\.language_model\.", "model."),
-        (r"^model\.language_model\.", "language_model."),
-        # Most families
-        (r"\.experts\.\d+\.(gate|up)_proj\.", ".experts.w13_"),
-        (r"\.experts\.\d+\.down_proj\.", ".experts.w2_"),
-        (r"\.[qkv]_proj\.", ".qkv_proj."),
-        (r"\.(gate|up)_proj\.", ".gate_up_proj."),
-        # gpt-oss, and Gemma 4, whose experts are in another module
-        (r"\.experts\.gate_up_proj(_bias)?$", r".experts.w13_weight\1"),
-        (r"\.experts\.down_proj(_bias)?$", r".experts.w2_weight\1"),
-        (r"\.experts\.", ".moe.experts."),
-        (r"\.router\.per_expert_scale$", ".moe.per_expert_scale"),
-        # Granite 4 and LFM2
-        (r"\.input_linear\.", ".experts.w13_"),
-        (r"\.output_linear\.", ".experts.w2_"),
-        (r"\.router\.layer\.", ".gate."),
-        (r"\.conv\.conv\.weight$", ".conv.conv_weight"),
-        # Qwen3-Next and Qwen3.5
-        (r"\.in_proj_(qkv|z)\.", ".in_proj_qkvz."),
-        (r"\.in_proj_[ab]\.", ".in_proj_ba."),
-        (r"\.self_attn\.", "."),
-    )
+Digests = Mapping[str, Sequence[str]]
+"""The trainer's digests of a version by name; the last of each is of the narrowest type."""
+_FUSED = (
+    # Image checkpoints of Qwen3.5, and of Gemma 4
+    (re.compile(r"^model\.language_model\."), "model."),
+    (re.compile(r"^model\.language_model\."), "language_model."),
+    # Most families
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13_"),
+    (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
+    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+    # gpt-oss, and Gemma 4, whose experts are in another module
+    (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
+    (re.compile(r"\.experts\.down_proj(_bias)?$"), r".experts.w2_weight\1"),
+    (re.compile(r"\.experts\."), ".moe.experts."),
+    (re.compile(r"\.router\.per_expert_scale$"), ".moe.per_expert_scale"),
+    # Granite 4 and LFM2
+    (re.compile(r"\.input_linear\."), ".experts.w13_"),
+    (re.compile(r"\.output_linear\."), ".experts.w2_"),
+    (re.compile(r"\.router\.layer\."), ".gate."),
+    (re.compile(r"\.conv\.conv\.weight$"), ".conv.conv_weight"),
+    # Qwen3-Next and Qwen3.5
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_[ab]\."), ".in_proj_ba."),
+    (re.compile(r"\.self_attn\."), "."),
 )
 """The names of parts in a checkpoint, and of SGLang's tensors that fuse or rename them; several may apply. `A_log` of
 Mamba-2 is not among them, because not every change of it reaches its exponential, which SGLang keeps."""
@@ -174,20 +173,14 @@ def changed(before: Sums, after: Sums) -> set[str]:
 
 
 def unlike_the_change(
-    before: Sums,
-    after: Sums,
-    old: Mapping[str, Sequence[str]],
-    new: Mapping[str, Sequence[str]],
-    *,
-    is_quantized: bool,
-    kind: str = "",
+    before: Sums, after: Sums, old: Digests, new: Digests, *, is_quantized: bool, kind: str = ""
 ) -> list[str]:
     """Return the tensors that an engine has changed though the trainer has not, or has kept though the trainer has not.
 
     Args:
         before: SGLang's checksums of the version before.
         after: those of the new version.
-        old: the trainer's digests of the version before; the last of each is of the narrowest type.
+        old: the trainer's digests of the version before.
         new: those of the new version.
         is_quantized: a change may vanish in the engine's type.
         kind: the model's ``model_type``.

@@ -14,7 +14,7 @@ import multiprocessing
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -33,8 +33,17 @@ NOT_NATIVE = {"exaone4", "gemma4", "gpt_oss"}
 """Models that refuse SGLang's attention for processors. They load with another one, and compute on GPUs only."""
 
 
-def build(directory: Path) -> torch.nn.Module:
-    """Return SGLang's model of a directory's configuration, without its weights."""
+class Built(NamedTuple):
+    """SGLang's model of a directory's configuration, without its weights."""
+
+    model: torch.nn.Module
+    config: ModelConfig
+    args: ServerArgs
+    load: LoadConfig
+
+
+def build(directory: Path, **options: Any) -> Built:
+    """Return SGLang's model of a directory's configuration."""
     is_refused = json.loads((directory / "config.json").read_text())["model_type"] in NOT_NATIVE
     args = ServerArgs(
         str(directory),
@@ -43,6 +52,7 @@ def build(directory: Path) -> torch.nn.Module:
         dtype="float32",
         skip_tokenizer_init=True,
         disable_radix_cache=True,
+        **options,
     )
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     config = ModelConfig.from_server_args(args)
@@ -54,12 +64,13 @@ def build(directory: Path) -> torch.nn.Module:
     initialize_moe_config()
     load = LoadConfig()
     with set_default_torch_dtype(torch.float32):
-        return _initialize_model(adjust_config_with_unaligned_cpu_tp(config, load, 1), load)
+        model = _initialize_model(adjust_config_with_unaligned_cpu_tp(config, load, 1), load)
+    return Built(model, config, args, load)
 
 
 def outcome(directory: Path) -> dict[str, Any]:
     """Fill each tensor with a number of its own, and look for these numbers in SGLang's model."""
-    model = build(directory)
+    model = build(directory).model
     shapes: dict[str, list[int]] = {}
     for file in directory.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
