@@ -293,6 +293,43 @@ def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:
         )
 
 
+def check_adapters(
+    loaded: Sequence[Loaded], run: LocalRun | None = None, config: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Check that SGLang, if it is the engine, loads the run's adapters; return cautions where nobody has tried.
+
+    Args:
+        loaded: the settings of all tasks.
+        run: the run on this machine; None on a cluster, whose nodes have the GPUs that the job group asks for.
+        config: the language model's configuration; None: that of MODEL_NAME, if it can be read.
+
+    Raises:
+        ConfigurationError: SGLang does not load adapters of this type of model.
+    """
+    trainer, engines = settings_by_class(loaded).get("TrainerSettings"), by_class(loaded).get("RolloutSettings")
+    if trainer is None or engines is None or not (trainer.lora_rank and trainer.needs_engines):
+        return []
+    # Only now, as in check_engines.
+    from services.engines.engine import choose_engine
+    from services.engines.placement import read_config
+    from services.engines.settings import EngineKind
+    from trainer.model.families import FAMILIES
+
+    assert isinstance(engines.settings, RolloutSettings)
+    n_gpus = engines.task.gpus_per_node if run is None else len(gpus_of(run, engines.task, 0))
+    if choose_engine(engines.settings, n_gpus).kind is not EngineKind.SGLANG:
+        return []
+    kind = (config or read_config(trainer.model_name) or {}).get("model_type")
+    loads = [family.sglang_lora for family in FAMILIES if family.kind == kind]
+    if not all(loads):
+        raise ConfigurationError(
+            f"LORA_RANK is {trainer.lora_rank}, but SGLang does not load adapters of model type {kind!r} "
+            "(docs/models.md); unset LORA_RANK, or set ROLLOUT_ENGINE=embedded"
+        )
+    untried = f"LORA_RANK is {trainer.lora_rank}, and nobody has loaded adapters of model type {kind!r} in SGLang"
+    return [untried] if kind is not None and not loads else []
+
+
 def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     """Check a run as far as its rows do not matter.
 
@@ -301,6 +338,7 @@ def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     """
     check_gpus(run)
     check_engines(run, loaded)
+    check_adapters(loaded, run)
     check_together(loaded, run.group)
     check_own_code(run, loaded)
 

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from local_runner.checks import Loaded, ask, by_class, context_of, settings_by_class
+from local_runner.checks import Loaded, ask, by_class, check_adapters, context_of, settings_by_class
 from local_runner.nodes import LocalRun, gpus_of, tiers_have_own_gpus
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
@@ -103,6 +103,7 @@ class Plan:
                     yield f"source {source}: {own.caution}" if source else own.caution
         if self._trainer is not None:
             yield from self._trainer.cautions
+        yield from check_adapters([*self._found.values()], self._run)
         if self._trainer is not None and self.has_all_rows:
             train, held_out = self._rows["train"], self._rows["held_out"]
             batch, wanted, steps = self._trainer.batch_size, self._trainer.max_steps, self._trainer.total_steps(train)

@@ -153,7 +153,8 @@ def models_table() -> str:
         layout = "rows" if obstacle_to_trees(AutoConfig.for_model(family.kind, **family.options)) else "trees"
         lora = "yes" if family.has_adapters else "no"
         engine = "packed" if family.kind in PACKED else "transformers'"
-        known = [f"`{family.kind}`", family.layers, layout, lora, engine, family.sglang, family.calls, family.ran]
+        sglang = family.sglang if family.sglang_lora else f"{family.sglang}, without LoRA"
+        known = [f"`{family.kind}`", family.layers, layout, lora, engine, sglang, family.calls, family.ran]
         lines.append(f"| {' | '.join([family.models, *known])} |")
     return "\n".join([*lines, ""])
 

@@ -99,6 +99,7 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     preset: dict[str, str] = {} if request.stock else _preset(options, file)
     given = {**options, "MODEL_NAME": model.name, **chosen}
     group, loaded = _loaded(file, preset | given, secrets)
+    adapters = [f"caution: {text}" for text in checks.check_adapters(loaded, config=model.config)]
     found = checks.settings_by_class(loaded)
     rollout: RolloutSettings = found["RolloutSettings"]
     if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
@@ -125,7 +126,7 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*_left_behind(_named_paths(loaded)), *_notes(trainer, model, sizes.seconds, preset)],
+        notes=[*adapters, *_left_behind(_named_paths(loaded)), *_notes(trainer, model, sizes.seconds, preset)],
     )
 
 

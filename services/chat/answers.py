@@ -63,7 +63,7 @@ _HARMONY = {
     },
 }
 _GEMMA_4 = {
-    "start_anchor": "<|turn>model\n",
+    "start_anchor": ["<|turn>model\n", "<tool_response|>"],  # a tool's result stands in the turn that goes on
     "fields": {
         "thinking": {"open": "<|channel>thought\n", "close": "<channel|>", "repeats": True, "join": "\n"},
         "tool_calls": {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,13 +54,36 @@ Answers = NDArray[np.float64]
 """Log-probabilities of the fixed text's tokens but the first, [N]."""
 Sums = Mapping[str, Mapping[str, str]]
 """An engine's checksums by rank and name."""
+Digests = Mapping[str, Sequence[str]]
+"""The trainer's digests of a version by name; the last of each is of the narrowest type."""
 _FUSED = (
+    # Image checkpoints of Qwen3.5, and of Gemma 4
+    (re.compile(r"^model\.language_model\."), "model."),
+    (re.compile(r"^model\.language_model\."), "language_model."),
+    # Most families
     (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13_"),
     (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+    # gpt-oss, and Gemma 4, whose experts are in another module
+    (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
+    (re.compile(r"\.experts\.down_proj(_bias)?$"), r".experts.w2_weight\1"),
+    (re.compile(r"\.experts\."), ".moe.experts."),
+    (re.compile(r"\.router\.per_expert_scale$"), ".moe.per_expert_scale"),
+    # Granite 4 and LFM2
+    (re.compile(r"\.input_linear\."), ".experts.w13_"),
+    (re.compile(r"\.output_linear\."), ".experts.w2_"),
+    (re.compile(r"\.router\.layer\."), ".gate."),
+    (re.compile(r"\.conv\.conv\.weight$"), ".conv.conv_weight"),
+    # Qwen3-Next and Qwen3.5
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_[ab]\."), ".in_proj_ba."),
+    (re.compile(r"\.self_attn\."), "."),
 )
-"""The names of parts in a checkpoint, and of SGLang's tensors that fuse them."""
+"""The names of parts in a checkpoint, and of SGLang's tensors that fuse or rename them; several may apply. `A_log` of
+Mamba-2 is not among them, because not every change of it reaches its exponential, which SGLang keeps."""
+_SHIFTED = {"gemma": "norm.weight"}
+"""The end of the names of tensors to which SGLang adds 1, in their own type, by type of model."""
 
 
 class UnprovenError(WorkerRefusedError):
@@ -150,30 +173,43 @@ def changed(before: Sums, after: Sums) -> set[str]:
 
 
 def unlike_the_change(
-    before: Sums, after: Sums, old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]], *, is_quantized: bool
+    before: Sums, after: Sums, old: Digests, new: Digests, *, is_quantized: bool, kind: str = ""
 ) -> list[str]:
     """Return the tensors that an engine has changed though the trainer has not, or has kept though the trainer has not.
 
     Args:
         before: SGLang's checksums of the version before.
         after: those of the new version.
-        old: the trainer's digests of the version before; the last of each is of the narrowest type.
+        old: the trainer's digests of the version before.
         new: those of the new version.
         is_quantized: a change may vanish in the engine's type.
+        kind: the model's ``model_type``.
     """
-    may = {fused(name) for name in new if new[name] != old.get(name)}
-    must = {fused(name) for name in new if name in old and new[name][-1] != old[name][-1]}
+    there = names_of(after)
+    names = {name: fused(name, there) for name in new}
+    may = {names[name] for name in new if new[name] != old.get(name)}
+    must = {names[name] for name in new if name in old and new[name][-1] != old[name][-1]}
     differing = changed(before, after)
-    wrong = (differing & {*map(fused, new)}) - may
+    wrong = (differing & {*names.values()}) - may
     if not is_quantized:
-        wrong |= (must & {name for sums in after.values() for name in sums}) - differing
+        end = _SHIFTED.get(kind)
+        wrong |= {name for name in must & there if end is None or not name.endswith(end)} - differing
     return sorted(wrong | ({"every tensor"} if must and not differing else set()))
 
 
-def fused(name: str) -> str:
-    """Return SGLang's name of a checkpoint's tensor, which may be a part of a fused one."""
-    for part, whole in _FUSED:
-        name = part.sub(whole, name)
+def names_of(sums: Sums) -> set[str]:
+    """Return the names of the tensors of all ranks."""
+    return {name for rank in sums.values() for name in rank}
+
+
+def fused(name: str, there: Collection[str]) -> str:
+    """Return SGLang's name of a checkpoint's tensor, which may be a part of a fused one; its own if none is there."""
+    names = [name]
+    for part, whole in () if name in there else _FUSED:
+        renamed = [part.sub(whole, each) for each in names if part.search(each)]
+        if found := [each for each in renamed if each in there]:
+            return found[0]
+        names += renamed
     return name
 
 

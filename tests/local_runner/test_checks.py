@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoConfig
 
 from local_runner import checks, run
+from local_runner.launch import Launch
 from local_runner.nodes import Addresses, LocalRun
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
 from services.reward_server import judging
 from tests.fake_service import fake_service
 from tests.local_runner.in_process import call
+from tests.trainer.tiny import SHAPE, save_model
 from tests.waiting import IDLE_SECONDS
 from toys.arithmetic import build_tokenizer
 
@@ -45,6 +49,58 @@ def test_a_model_that_engine_or_trainer_cannot_compute_is_refused_by_its_type(tm
         refusal = refused(f"MODEL_NAME={tmp_path}", "TRUST_REMOTE_CODE=true", *arithmetic)
         assert config["model_type"] in refusal, refusal
         assert named in refusal, refusal
+
+
+ADAPTERS = ("LORA_RANK=8", "DATASET=arithmetic", "PROMPT_STYLE=plain", "REWARD_FN=math")
+
+
+def adapters(config: dict, *env: str, gpus: tuple[str, ...] = ()) -> list[str]:
+    """Return the cautions about the adapters of a model in ``model/``."""
+    Path("model/config.json").write_text(json.dumps(config))
+    launch = Launch(ROOT / "jobgroup.yaml", ["MODEL_NAME=model", *ADAPTERS, *env])
+    with run.planned(launch, None, own_hosts=False) as planned:
+        here = replace(planned, gpus=gpus)
+        return checks.check_adapters(checks.load_all(here), here)
+
+
+def test_adapters_that_sglang_does_not_load_are_refused_before_the_start(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    lfm2, image = {"model_type": "lfm2"}, {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
+    for config, env, gpus in (
+        (lfm2, ["ROLLOUT_ENGINE=sglang"], ()),
+        (lfm2, [], ("0",)),
+        (image, ["ROLLOUT_ENGINE=sglang"], ()),
+        ({"model_type": "smollm3"}, ["ROLLOUT_ENGINE=sglang"], ()),
+    ):
+        with pytest.raises(ConfigurationError) as refusal:
+            adapters(config, *env, gpus=gpus)
+        kind = config.get("text_config", config)["model_type"]
+        assert all(word in str(refusal.value) for word in ("LORA_RANK", repr(kind), "ROLLOUT_ENGINE=embedded"))
+    code, error = told(capfd, "MODEL_NAME=model", "ROLLOUT_ENGINE=sglang", *ADAPTERS, job_group="jobgroup.yaml")
+    assert (code, "'smollm3'" in error) == (78, True), error
+
+
+def test_other_adapters_and_engines_pass_and_an_untried_family_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    lfm2 = {"model_type": "lfm2"}
+    assert adapters(lfm2) == []  # without a GPU the engine is the embedded one
+    assert adapters(lfm2, "ROLLOUT_ENGINE=embedded", gpus=("0",)) == []
+    assert adapters(lfm2, "ROLLOUT_ENGINE=sglang", "LORA_RANK=0") == []
+    assert adapters(lfm2, "ROLLOUT_ENGINE=sglang", "METHOD=sft", "EVAL_PROMPTS=0") == []
+    assert adapters({"model_type": "qwen3"}, "ROLLOUT_ENGINE=sglang") == []
+    assert adapters({}, "ROLLOUT_ENGINE=sglang") == []
+    [caution] = adapters({"model_type": "arcee"}, "ROLLOUT_ENGINE=sglang")
+    assert "'arcee'" in caution
+
+
+@pytest.mark.usefixtures("asks_here")
+def test_a_dry_run_says_that_nobody_has_loaded_the_adapters_of_a_family(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("model"), AutoConfig.for_model("arcee", **SHAPE | {"max_position_embeddings": 1024}))
+    dry_run("MODEL_NAME=model", "ROLLOUT_ENGINE=sglang", *ADAPTERS)
+    assert "'arcee'" in capfd.readouterr().out
 
 
 def test_variables_that_no_component_accepts_are_refused():

@@ -9,12 +9,14 @@ from unittest.mock import patch
 import pytest
 import typer
 import yaml
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from local_runner import skypilot, spec
 from scripts.launch.__main__ import main
 from services.core.errors import ConfigurationError
 from tests.skypilot_facts import ROOT
+from tests.trainer.tiny import SHAPE
 
 APP = typer.Typer()
 APP.command()(main)
@@ -288,6 +290,22 @@ REFUSED = [
     ([*COLOCATED, "--async"], "--async"),
     ([*COLOCATED, "--agent", "mine:solve"], "--agent"),
 ]
+
+
+def test_adapters_that_sglang_does_not_load_are_refused_and_untried_ones_named(tmp_path: Path) -> None:
+    for kind in ("starcoder2", "arcee"):
+        AutoConfig.for_model(kind, **SHAPE | {"max_position_embeddings": 1024}).save_pretrained(tmp_path / kind)
+    untried, refused_kind = (["--model", str(tmp_path / kind), "--gpus", "H100:1"] for kind in ("arcee", "starcoder2"))
+    given = ["--env", "LORA_RANK=8"]
+    refusal = refused(tmp_path / "none", *refused_kind, *given)
+    assert all(word in refusal for word in ("LORA_RANK", "'starcoder2'", "ROLLOUT_ENGINE=embedded"))
+    outputs = [
+        launch(tmp_path / str(place), *arguments)[0]
+        for place, arguments in enumerate(
+            ([*refused_kind, *given, "--env", "ROLLOUT_ENGINE=embedded"], refused_kind, [*untried, *given], untried)
+        )
+    ]
+    assert ["nobody has loaded adapters" in output for output in outputs] == [False, False, True, False]
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:

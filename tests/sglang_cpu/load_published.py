@@ -1,7 +1,8 @@
 """Loads model directories into SGLang's own models: ``sglang-python load_published.py DIR...``.
 
-Prints an object a directory: the class of the model, the names of its parameters that stay unfilled, and those of the
-directory's tensors that are in no parameter. Each is loaded twice, as an update of weights does.
+Prints an object a directory: the class of the model, the names of its parameters that stay unfilled, those of the
+directory's tensors that are in no parameter, and where each of the others is. Each is loaded twice, as an update of
+weights does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import multiprocessing
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -32,8 +33,17 @@ NOT_NATIVE = {"exaone4", "gemma4", "gpt_oss"}
 """Models that refuse SGLang's attention for processors. They load with another one, and compute on GPUs only."""
 
 
-def build(directory: Path) -> torch.nn.Module:
-    """Return SGLang's model of a directory's configuration, without its weights."""
+class Built(NamedTuple):
+    """SGLang's model of a directory's configuration, without its weights."""
+
+    model: torch.nn.Module
+    config: ModelConfig
+    args: ServerArgs
+    load: LoadConfig
+
+
+def build(directory: Path, **options: Any) -> Built:
+    """Return SGLang's model of a directory's configuration."""
     is_refused = json.loads((directory / "config.json").read_text())["model_type"] in NOT_NATIVE
     args = ServerArgs(
         str(directory),
@@ -42,6 +52,7 @@ def build(directory: Path) -> torch.nn.Module:
         dtype="float32",
         skip_tokenizer_init=True,
         disable_radix_cache=True,
+        **options,
     )
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     config = ModelConfig.from_server_args(args)
@@ -53,12 +64,13 @@ def build(directory: Path) -> torch.nn.Module:
     initialize_moe_config()
     load = LoadConfig()
     with set_default_torch_dtype(torch.float32):
-        return _initialize_model(adjust_config_with_unaligned_cpu_tp(config, load, 1), load)
+        model = _initialize_model(adjust_config_with_unaligned_cpu_tp(config, load, 1), load)
+    return Built(model, config, args, load)
 
 
 def outcome(directory: Path) -> dict[str, Any]:
     """Fill each tensor with a number of its own, and look for these numbers in SGLang's model."""
-    model = build(directory)
+    model = build(directory).model
     shapes: dict[str, list[int]] = {}
     for file in directory.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -70,14 +82,19 @@ def outcome(directory: Path) -> dict[str, Any]:
                 parameter.fill_(math.nan)
         model.load_weights((name, torch.full(shape, numbers[name])) for name, shape in shapes.items())
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    there = torch.cat([x.detach().double().flatten().unique() for x in state.values()])
-    there = there[~there.isnan()]
-    # Mamba-2 layers keep -exp(A_log), and Gemma 1's norms 1 + weight.
-    found = {n: min((there - x).abs().min() for x in (n, 1 + n, -math.exp(n))) < 1e-5 for n in numbers.values()}
+    state = {name: x.detach().double() for name, x in state.items() if x.is_floating_point() and "_cache" not in name}
+    # Mamba-2 layers keep -exp(A_log), and Gemma 1's norms 1 + weight; gpt-oss has its sinks in bfloat16.
+    precision = {name: 2**-7 if name.endswith(".sinks") else 1e-5 for name in shapes}
+    places = {
+        name: [own for own, x in state.items() if min((x - v).abs().min() for v in (n, 1 + n, -math.exp(n))) < least]
+        for (name, n), least in zip(numbers.items(), precision.values(), strict=True)
+    }
     return {
         "class": type(model).__name__,
         "unfilled": [name for name, parameter in model.named_parameters() if parameter.isnan().any()],
-        "skipped": [name for name in shapes if not found[numbers[name]]],
+        "skipped": [name for name in shapes if not places[name]],
+        "places": places,
+        "names": [*state],
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from services.engines.proof import fused
 from tests.families import IMAGES, KINDS, TINY, save_image_model
 from tests.services.rollout_server.conftest import check_installed
 from tests.services.rollout_server.nodes import SGLANG_PYTHON
@@ -47,12 +48,14 @@ def checkpoint(directory: Path, case: str) -> Path:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The outcomes of loading each family's published version, and one by the names that transformers keeps."""
     check_installed("sglang")
+    trained: dict[str, list[str]] = {}
     directory = tmp_path_factory.mktemp("published")
     with join_ranks() as ranks:
         for case in CASES:
             model = checkpoint(directory / f"{case}-model", case)
             settings = TrainerSettings.load(model_name=str(model), shared_dir=directory, run_id=case)
             policy = load_policy(settings, ranks)
+            trained[case] = [name for name, _ in policy.full_parameters(Rounding(torch.float32))]
             keep_untrained(policy, settings)
             save_pretrained(policy, ranks, directory / case, Rounding(torch.float32))
             if case == "qwen3_moe":
@@ -64,7 +67,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(zip((*CASES, "kept"), found, strict=True))
+    outcomes = dict(zip((*CASES, "kept"), found, strict=True))
+    for case, names in trained.items():
+        outcomes[case]["trained"] = names
+    return outcomes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,6 +79,15 @@ def test_every_published_tensor_is_loaded(outcomes: dict[str, dict[str, Any]], c
     assert (found.get("error"), found.get("unfilled"), found.get("skipped")) == (None, [], [])
     own = {family.sglang for family in families.FAMILIES if family.kind == case}
     assert (found["class"] == "TransformersForCausalLM") == (own == {families.BY_TRANSFORMERS})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_proof_of_a_version_finds_each_trained_tensor_where_sglang_keeps_it(
+    outcomes: dict[str, dict[str, Any]], case: str
+) -> None:
+    found = outcomes[case]
+    lost = [name for name in found["trained"] if fused(name, found["names"]) not in found["places"][name]]
+    assert lost == [name for name in found["trained"] if name.endswith(".mamba.A_log")]
 
 
 def test_names_of_transformers_are_skipped_without_an_error(outcomes: dict[str, dict[str, Any]]) -> None:

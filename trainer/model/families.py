@@ -14,7 +14,6 @@ _WINDOW = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 _WINDOWS = "full attention and windows"
 BY_TRANSFORMERS = "transformers'"
-_WITHOUT_LORA = "its own, without LoRA"
 _XML, _HERMES, _NONE = "XML", "Hermes", "none known"
 
 
@@ -34,6 +33,8 @@ class Family(NamedTuple):
     """True if LoRA trains it, because its layers are single linear layers."""
     sglang: str = "its own"
     """The implementation by which SGLang 0.5.23 serves it."""
+    sglang_lora: bool = True
+    """True if SGLang 0.5.23 computes with every adapter that LoRA trains."""
     options: Mapping[str, Any] = {}
     """Fields of its configuration in which its models differ from transformers' defaults."""
 
@@ -41,14 +42,14 @@ class Family(NamedTuple):
 FAMILIES = (
     Family("Llama 2, 3", "llama", calls=_HERMES, ran=_KILLED),
     Family("Mistral, Ministral 8B", "mistral", options={"sliding_window": None}),
-    Family("Ministral (windows)", "ministral", _WINDOWS, sglang=BY_TRANSFORMERS, options=_WINDOW),
+    Family("Ministral (windows)", "ministral", _WINDOWS, sglang=BY_TRANSFORMERS, sglang_lora=False, options=_WINDOW),
     Family("Qwen2, 2.5", "qwen2", calls=_HERMES, ran=_KILLED),
     Family("Qwen3", "qwen3", calls=_HERMES, ran=_JOB),
     Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, _KILLED, has_adapters=False),
     Family(
         "Qwen3-Next", "qwen3_next", "gated delta net; experts", _HERMES, _KILLED, has_adapters=False, options=_DELTA
     ),
-    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _KILLED, sglang=_WITHOUT_LORA, options=_DELTA),
+    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _KILLED, sglang_lora=False, options=_DELTA),
     Family(
         *("Qwen3.5 MoE and later", "qwen3_5_moe_text", "gated delta net; experts", _XML),
         has_adapters=False,
@@ -59,7 +60,8 @@ FAMILIES = (
     Family("Gemma 3", "gemma3_text", _WINDOWS, ran=_KILLED, options=_WINDOW),
     Family(
         *("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4", _KILLED),
-        sglang="its own, of image checkpoints, without LoRA",
+        sglang="its own, of image checkpoints",
+        sglang_lora=False,
         options=_WINDOW,
     ),
     Family(
@@ -70,17 +72,17 @@ FAMILIES = (
     Family("OLMo 1, 2", "olmo2"),
     Family("OLMo 3", "olmo3", _WINDOWS, ran=_ON_SGLANG, options=_WINDOW),
     Family("EXAONE 4", "exaone4", _WINDOWS, ran=_KILLED, options=_WINDOW),
-    Family("LFM2", "lfm2", "short convolutions", ran=_ON_SGLANG, sglang=_WITHOUT_LORA, options=_CONVOLUTIONS),
+    Family("LFM2", "lfm2", "short convolutions", ran=_ON_SGLANG, sglang_lora=False, options=_CONVOLUTIONS),
     Family("Granite 3", "granite"),
     Family("Granite 4", "granitemoehybrid", "Mamba-2", ran=_KILLED, has_adapters=False),
     Family("Command R", "cohere"),
     Family("Command R7B, A", "cohere2", _WINDOWS, ran=_KILLED, options=_WINDOW),
-    Family("SmolLM3", "smollm3", calls=_HERMES, sglang=BY_TRANSFORMERS),
+    Family("SmolLM3", "smollm3", calls=_HERMES, sglang=BY_TRANSFORMERS, sglang_lora=False),
     Family("SmolLM2", "llama", calls=_HERMES, ran=f"{_JOB}: the demo"),
-    Family("Phi 1, 2", "phi", ran=_KILLED, sglang=_WITHOUT_LORA),
+    Family("Phi 1, 2", "phi", ran=_KILLED, sglang_lora=False),
     Family("Phi 3, 4", "phi3"),
     Family("GLM 4", "glm4"),
-    Family("Seed-OSS", "seed_oss", sglang=BY_TRANSFORMERS),
-    Family("StarCoder 2", "starcoder2", sglang=_WITHOUT_LORA),
+    Family("Seed-OSS", "seed_oss", sglang=BY_TRANSFORMERS, sglang_lora=False),
+    Family("StarCoder 2", "starcoder2", sglang_lora=False),
     Family("GPT-2", "gpt2", ran=_KILLED, has_adapters=False),
 )

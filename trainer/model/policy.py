@@ -373,7 +373,8 @@ def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _meta_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return a model's parameters and kept buffers without data."""
-    return {name: x.to("meta") for name, x in (*model.named_parameters(), *kept_buffers(model).items())}
+    parameters = ((name.replace(".base_layer", ""), x) for name, x in model.named_parameters() if "lora_" not in name)
+    return {name: x.to("meta") for name, x in (*parameters, *kept_buffers(model).items())}
 
 
 def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) -> None:
@@ -395,7 +396,8 @@ def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) 
         model._weight_conversions = [change for change in usual if not isinstance(change, PrefixChange)]
     with torch.no_grad():
         published = set(in_checkpoint(model, _meta_state(model)))
-    if has_adapters and (fused := sorted(dict(model.named_parameters()).keys() - published)):
+    plain = {name.replace("language_model.", "") for name in published}  # image checkpoints have the prefix
+    if has_adapters and (fused := sorted(dict(model.named_parameters()).keys() - plain)):
         raise ConfigurationError(
             f"LORA_RANK: {model.config.model_type} keeps several tensors of its checkpoint in one parameter "
             f"({_listed('such as', fused)}), and engines load no adapters of those; train it with LORA_RANK=0"

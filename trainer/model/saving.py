@@ -130,7 +130,7 @@ def keep_untrained(policy: Policy, settings: TrainerSettings) -> None:
     """
     assert policy.description is not None, "rank 0 has it"
     config, name = policy.description.config, settings.model_name
-    if config.get_text_config() is config or policy.has_adapters:
+    if config.get_text_config() is config:
         return
     files = untrained_files(policy.causal_lm(), name)
     if not files or not all(file.endswith(".safetensors") for file in files):

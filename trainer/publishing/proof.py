@@ -37,6 +37,7 @@ from services.engines.proof import (
     difference,
     fused,
     judge,
+    names_of,
     remember,
     sentence,
     size,
@@ -177,8 +178,9 @@ class Prover:
             names = changed(known.first, sums)
             if zeros := evidence.with_zeros:
                 # Under a name of the engine's own, a tensor may be one of those.
-                names &= {*evidence.digests[version], *map(fused, evidence.digests[version])}
-                names -= {*zeros, *map(fused, zeros)}
+                there = names_of(sums)
+                names &= {fused(name, there) for name in evidence.digests[version]}
+                names -= {fused(name, there) for name in zeros}
             if names:
                 what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
                 raise UnprovenError(engine.url, version, what, None, sorted(names))
@@ -190,7 +192,8 @@ class Prover:
         if known.version in digests:
             is_quantized = await engine.is_quantized()
             old, new = digests[known.version], digests[version]
-            if wrong := unlike_the_change(known.sums, sums, old, new, is_quantized=is_quantized):
+            kind = self._writer.policy.config.model_type
+            if wrong := unlike_the_change(known.sums, sums, old, new, is_quantized=is_quantized, kind=kind):
                 what = f"its tensors have not changed as the trainer's have since version {known.version}"
                 raise UnprovenError(engine.url, version, what, known.version if sums == known.sums else None, wrong)
             known.before = known.sums

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.chat.answers import parse_calls, read_plain_answer
+from services.chat.answers import FORMS, Answer, parse_calls, read_answer, read_plain_answer
 from tests.services.gateway.conftest import ADD, StartGateway
 from tests.services.gateway.test_gateway_prompts import check_one_sequence
 
@@ -72,6 +72,20 @@ async def test_a_call_that_is_cut_off_or_only_thought_of_is_no_call(gateway: Sta
         assert "tool_calls" not in thought
         assert "12" in thought["reasoning_content"]
         assert (await running.finish())["unparsed_tool_calls"] == 1
+
+
+@pytest.mark.parametrize("begun", ["", "<|channel>thought\n<channel|>"])
+def test_a_turn_of_gemma_4_goes_on_behind_a_tools_result_and_its_earlier_call_is_not_repeated(begun: str) -> None:
+    result = 'response:add{value:<|"|>42<|"|>}<tool_response|>'
+    prompt = (
+        f"<|turn>user\nhi<turn|>\n<|turn>model\n<|tool_call>call:add{{a:12,b:30}}<tool_call|><|tool_response>{result}"
+    )
+    form = FORMS["<|tool_call>call:"]
+    assert read_answer(form, "It is 42.<turn|>", "", prompt + begun, [ADD]) == Answer("It is 42.")
+    raw = "<|channel>thought\nhm<channel|><|tool_call>call:add{a:1,b:2}<tool_call|><|tool_response>"
+    answer = read_answer(form, raw, "", prompt, [ADD])
+    assert (answer.thought, answer.text) == ("hm", "")
+    assert [json.loads(call["arguments"]) for call in answer.calls] == [{"a": 1, "b": 2}]
 
 
 SCHEMAS = {

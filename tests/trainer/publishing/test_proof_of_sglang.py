@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.core.errors import ConfigurationError
-from services.engines.proof import Evidence
+from services.engines.proof import Evidence, unlike_the_change
 from services.weights.digests import digest
 from tests.fake_service import fake_service
 from tests.trainer.publishing.test_proof import STEP
@@ -101,6 +101,52 @@ def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield lambda count, published="bfloat16": Run(
             stack, monkeypatch, model, tmp_path, count, compute_type="float32", publish_type=published
         )
+
+
+RENAMED = {
+    "model.layers.0.self_attn.qkv_proj.weight": ["model.layers.0.self_attn.q_proj.weight"],
+    "model.layers.0.self_attn.k_proj.weight": ["model.layers.0.self_attn.k_proj.weight"],  # by transformers' layers
+    "model.layers.0.mlp.experts.w13_weight": [
+        f"model.layers.0.mlp.experts.7.{each}_proj.weight" for each in ("gate", "up")
+    ],
+    "model.layers.0.mlp.experts.w2_weight_bias": ["model.layers.0.mlp.experts.down_proj_bias"],
+    "model.layers.1.qkv_proj.weight": ["model.language_model.layers.1.self_attn.v_proj.weight"],
+    "model.layers.1.k_norm.weight": ["model.layers.1.self_attn.k_norm.weight"],
+    "model.layers.1.linear_attn.in_proj_ba.weight": [
+        f"model.layers.1.linear_attn.in_proj_{each}.weight" for each in "ab"
+    ],
+    "language_model.layers.1.moe.experts.w13_weight": ["model.language_model.layers.1.experts.gate_up_proj"],
+    "model.layers.2.block_sparse_moe.gate.weight": ["model.layers.2.block_sparse_moe.router.layer.weight"],
+    "model.layers.3.conv.conv_weight": ["model.layers.3.conv.conv.weight"],
+}
+"""Tensors of SGLang, and the parts of a checkpoint that it keeps in them."""
+
+
+@pytest.mark.parametrize("whole", RENAMED)
+def test_a_tensor_is_compared_with_its_parts_under_the_names_of_the_checkpoint(whole: str) -> None:
+    """A part that changes must change SGLang's tensor, and nothing else may."""
+    old = {name: ["old"] for names in RENAMED.values() for name in names} | {NORM: ["old"]}
+    before = {"tp_rank 0": dict.fromkeys([*RENAMED, NORM], "old")}
+    for part in RENAMED[whole]:
+        new, after = old | {NORM: ["new"]}, {"tp_rank 0": before["tp_rank 0"] | {NORM: "new"}}
+        moved = {"tp_rank 0": after["tp_rank 0"] | {whole: "new"}}
+        assert unlike_the_change(before, moved, old, new | {part: ["new"]}, is_quantized=False) == []
+        assert unlike_the_change(before, after, old, new | {part: ["new"]}, is_quantized=False) == [whole]
+        assert unlike_the_change(before, moved, old, new, is_quantized=False) == [whole]
+
+
+def test_a_change_that_vanishes_when_sglang_adds_one_is_no_fault_of_gemma() -> None:
+    norm = torch.tensor([0.25, -0.2]).bfloat16()
+    changed = norm.clone()
+    changed[0] += 2**-9
+    old, new = ({NORM: [digest(x)], GATE_UP: [version]} for version, x in (("old", norm), ("new", changed)))
+    before, after = (
+        {"tp_rank 0": {NORM: digest(x + 1), GATE_UP: each[GATE_UP][0]}} for x, each in ((norm, old), (changed, new))
+    )
+    assert unlike_the_change(before, after, old, new, is_quantized=False, kind="gemma") == []
+    assert unlike_the_change(before, after, old, new, is_quantized=False, kind="gemma2") == [NORM]
+    kept = {"tp_rank 0": before["tp_rank 0"] | {NORM: "new"}}
+    assert unlike_the_change(before, kept, old, new, is_quantized=False, kind="gemma") == [GATE_UP]
 
 
 @pytest.mark.parametrize(("published", "at_first"), [("bfloat16", 0), ("float32", 2)])
