@@ -22,7 +22,7 @@ from tests.waiting import IDLE_SECONDS, LoopClock
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Connection]]
 
-LIMIT_SECONDS = 40.0
+LIMIT_SECONDS = 20.0
 """The limit of a request in the test of what is not closed."""
 
 

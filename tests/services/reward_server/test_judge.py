@@ -206,7 +206,7 @@ async def test_too_many_requests_wait_as_long_as_the_judge_says(
         assert time.monotonic() - started >= 2
     clock = LoopClock(monkeypatch, asyncio.get_running_loop())
     async with judging(judge.settings(service_deadline_seconds=IDLE_SECONDS)) as made:
-        judge.faults += [lambda _: limited, lambda _: clock.pass_by(IDLE_SECONDS) or limited]
+        judge.faults += [lambda _: limited, lambda _: (clock.pass_by(IDLE_SECONDS), limited)[1]]
         result = await made.score(item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
         assert "429" in (result.reason or "")
