@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 T = TypeVar("T")
@@ -111,6 +112,22 @@ async def stats_show(client: httpx.AsyncClient, condition: Callable[[dict[str, A
 
     await eventually(look, "statistics", progress=lambda: str(seen), told=lambda: seen)
     return seen
+
+
+class LoopClock:
+    """The clock of an event loop, which a test puts forward: deadlines pass at once, and never because it is slow.
+
+    What has come to the loop before is seen only after the deadlines that have passed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
+        """Replaces the clock of ``loop`` until the test ends."""
+        real, self._ahead = loop.time, 0.0
+        monkeypatch.setattr(loop, "time", lambda: real() + self._ahead)
+
+    def pass_by(self, seconds: float) -> None:
+        """Puts the clock forward."""
+        self._ahead += seconds
 
 
 def bytes_in(*paths: Path) -> int:

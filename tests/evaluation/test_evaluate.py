@@ -248,10 +248,12 @@ def test_bad_input_is_named(here: Here, tiny_model: Path, tmp_path: Path) -> Non
 def test_servers_that_do_not_answer_or_lack_the_model_are_named(
     here: Here, tiny_model: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    usual = servers.START_SECONDS
     monkeypatch.setattr(servers, "START_SECONDS", 0.5)
     given = ("--url", "http://127.0.0.1:1", "--reward-url", "http://127.0.0.1:2")
     away = here("--model", tiny_model, *given, **ARITHMETIC)
     assert (away.code, "http://127.0.0.1:1 did not answer" in away.text) == (33, True), away.text
+    monkeypatch.setattr(servers, "START_SECONDS", usual)
     other = here("--model", "another", "--endpoint", f"{engine}/v1", **ARITHMETIC)
     assert (other.code, "no model 'another'" in other.text) == (78, True), other.text
 

@@ -65,7 +65,7 @@ async def test_a_server_that_does_not_answer_is_passed_over(
 ) -> None:
     monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.3)
     async with EnvironmentClient([NOBODY, servers[0]]) as client:
-        await client.wait_healthy(5)
+        await client.wait_healthy(IDLE_SECONDS)
         async with begun(client, 1) as episode:
             assert (await step(client, episode, "1")).status is StepStatus.RUNNING
     async with EnvironmentClient([NOBODY], deadline=0.5) as client:
@@ -284,19 +284,28 @@ async def test_an_episode_that_cannot_begin_again_elsewhere_is_lost(
     servers = [start(name), start(name)]
     async with client_of(*servers) as client, begun(client, 1) as episode:
         await step(client, episode, "perhaps")
-        await asyncio.to_thread(servers[0].kill)
+        # A server that is slow to answer is passed over, so that the episode may have begun at either.
+        (place,) = [server for server in servers if server.port == address_of(episode.server.url).port]
+        await asyncio.to_thread(place.kill)
         lost = await step(client, episode, "yes")
     assert lost.status is StepStatus.LOST
     assert reason in str(lost.detail)
 
 
-async def test_a_server_with_another_version_is_refused_with_both_versions(start: Callable[..., Server]) -> None:
+async def test_a_server_with_another_version_is_refused_with_both_versions(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = [start(), start("guessing", 3)]
-    async with client_of(*servers, deadline=3) as client:
+    monkeypatch.setattr(environment, "ANSWER_SECONDS", IDLE_SECONDS)
+    async with client_of(*servers) as client:
         for seed in range(3):
             async with begun(client, seed) as episode:
                 assert "6 guesses" in episode.state[0]["content"]  # type: ignore[index,call-overload]
-        await asyncio.to_thread(servers[0].kill)
+        known = client.environments
+    # Each look at the clock finds it later, so that the client gives up however long the answers take.
+    monkeypatch.setattr(environment, "time", SimpleNamespace(monotonic=itertools.count(0, 40).__next__))
+    async with client_of(servers[1]) as client:
+        client.environments |= known
         with pytest.raises(DependencyLostError) as refused:
             await client.begin(4)
     assert "version '1, 3 guesses up to 100' instead of '1, 6 guesses up to 100'" in str(refused.value)

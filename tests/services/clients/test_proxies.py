@@ -37,13 +37,14 @@ from services.http.server import run_service
 from services.reward_server.judging import Judge
 from services.reward_server.settings import RewardSettings
 from services.rollout_server import __main__ as rollout_server
+from tests.waiting import IDLE_SECONDS
 from trainer import __main__ as trainer_program
 from trainer import collector
 from trainer.config import TrainerSettings
 from trainer.rollouts.game import FixedModel
 
 REFUSED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
-SECONDS = 5.0
+SECONDS = IDLE_SECONDS
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from services.clients import agent_episodes
 from services.clients.agent_episodes import RetryingTransport
 from services.core.tasks import Stopwatch
 from services.protocol.sessions import REQUEST_MARK
+from tests.waiting import IDLE_SECONDS
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwhole"
 HALF = WHOLE[:-2]
@@ -43,7 +44,7 @@ async def server(replies: list[bytes], port: int = 0, marks: list[str] | None = 
 
 async def ask(port: int, seconds: float = 60) -> tuple[int, str]:
     transport = RetryingTransport(seconds, Stopwatch())
-    async with httpx.AsyncClient(transport=transport) as client:
+    async with httpx.AsyncClient(transport=transport, timeout=IDLE_SECONDS) as client:
         reply = await client.post(f"http://127.0.0.1:{port}/", json={})
     return reply.status_code, reply.text
 

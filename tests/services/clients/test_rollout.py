@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,9 +323,13 @@ async def test_a_request_waits_for_the_first_version_of_the_trained_adapter(
             await rollouts.generate([1], PARAMS, n=2)
 
 
-async def test_a_prompt_that_waits_for_its_place_loses_nothing_of_its_deadline(router: Router) -> None:
-    router.seconds = 0.4
-    async with client(router, max_concurrency=1, deadline_seconds=1.5) as rollouts:
+async def test_a_prompt_that_waits_for_its_place_loses_nothing_of_its_deadline(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The client's clock shows a third of the deadline more after each answer, and so 1.3 deadlines after all.
+    clock = SimpleNamespace(monotonic=lambda: len(router.requests) * IDLE_SECONDS / 3)
+    monkeypatch.setattr(rollout, "time", clock)
+    async with client(router, max_concurrency=1, deadline_seconds=IDLE_SECONDS) as rollouts:
         groups = await asyncio.gather(*(rollouts.generate([number], PARAMS, n=2) for number in range(4)))
     assert [len(group) for group in groups] == [2] * 4
 

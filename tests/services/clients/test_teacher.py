@@ -27,6 +27,7 @@ from tests.tolerance import logprob_tolerance
 from tests.toy_models import byte_tokenizer
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import plain_forward, plain_model
+from tests.waiting import IDLE_SECONDS
 from toys import arithmetic
 from trainer.algorithm.packing import TrainingGroup
 from trainer.capacity.__main__ import unreachable_teachers
@@ -62,7 +63,7 @@ def endpoint(teacher: Path) -> Iterator[str]:
 
 def with_client(url: str, use: Callable[[TeacherClient], Awaitable[T]], longest: int = 8) -> T:
     async def run() -> T:
-        async with TeacherClient(url, longest, deadline=5) as client:
+        async with TeacherClient(url, longest, deadline=IDLE_SECONDS) as client:
             return await use(client)
 
     return asyncio.run(run())

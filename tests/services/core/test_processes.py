@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -41,13 +41,26 @@ def running(
     process = subprocess.Popen(["bash", "-c", f"{shlex.quote(sys.executable)} -m {module}; exit $?"], env=environment)
     try:
         shell = psutil.Process(process.pid)
+
+        def is_begun() -> bool:
+            """Whether the shell's child is the program, and no longer the shell's copy."""
+            with suppress(psutil.NoSuchProcess):
+                return any(child.cmdline()[1:] == ["-m", module] for child in shell.children())
+            return False
+
         # One that ends soon may be over before anybody looks.
-        wait_until(lambda: shell.children() or process.poll() is not None, "the program runs", every=0.02)
+        wait_until(lambda: is_begun() or process.poll() is not None, "the program runs", every=0.02)
         yield process, next(iter(shell.children()), shell)
     finally:
         for one in psutil.Process(process.pid).children() if process.poll() is None else []:
             one.kill()
         process.wait(IDLE_SECONDS)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def test_a_start_ends_the_processes_of_the_same_task_and_node_alone(tmp_path: Path) -> None:
@@ -60,7 +73,7 @@ def test_a_start_ends_the_processes_of_the_same_task_and_node_alone(tmp_path: Pa
         ]
         with running(tmp_path, START.format(seconds=0.2)) as (shell, _):
             assert shell.wait(IDLE_SECONDS) == 0
-        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+        wait_until(lambda: has_ended(old), "the old process has ended")
         assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in spared)
 
 

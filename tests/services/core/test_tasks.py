@@ -77,7 +77,7 @@ def test_work_goes_on_while_the_caller_does_something_else_meanwhile(thread: Ser
         event.set()
 
     assert thread.call(work(), meanwhile=meanwhile) == "groups"
-    assert len(calls) == 3
+    assert len(calls) >= 3
 
 
 @pytest.mark.parametrize("how", ["stop", "meanwhile fails"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from services.weights.policy_store import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FIL
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.services.conftest import Serving
 from tests.services.embedded_engine.conftest import RunningEngine, settings_for
+from tests.services.embedded_engine.test_engine import held
 from tests.services.embedded_engine.test_model import CONFIGS
 from tests.tolerance import both_types, engine_tolerance, logprob_tolerance
 from tests.waiting import IDLE_SECONDS
@@ -98,12 +98,10 @@ def test_an_adapter_is_exchanged_under_paused_requests_which_go_on_with_the_new_
     engine: RunningEngine, adapters: list[Path], tiny_model: Path
 ) -> None:
     load_into(engine, adapters[0])
-    started = threading.Event()
-    pending = engine.submit(
-        use_adapter=True, max_new_tokens=200, on_progress=lambda s: len(s.output_ids) >= 5 and started.set()
-    )
-    assert started.wait(IDLE_SECONDS)
-    engine.engine.pause("retract").result(IDLE_SECONDS)
+    gate, pending = held(engine, tokens=5, use_adapter=True, max_new_tokens=200)
+    paused = engine.engine.pause("retract")
+    gate.released.set()
+    paused.result(IDLE_SECONDS)
     load_into(engine, None)
     load_into(engine, adapters[1])
     engine.engine.change_version("8").result(IDLE_SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +25,7 @@ from services.weights.policy_store import ADAPTER_NAME
 from tests.adapters import adapted_logprobs, save_adapter
 from tests.sequences import trained_sequence
 from tests.services.embedded_engine.conftest import RunningEngine, settings_for
+from tests.services.embedded_engine.test_engine import Gate
 from tests.tolerance import both_types, logprob_tolerance
 from tests.toy_models import noisy_model
 from tests.trainer.model.test_rows import OTHERS
@@ -234,11 +234,13 @@ def test_weights_change_under_requests_which_go_on_with_the_new_ones(
     """The memory of the states is given away and taken back, too."""
     old, new = (save_model(tmp_path / str(seed), config_of(family), seed) for seed in (0, 1))
     engine = make_engine(old)
-    started = threading.Event()
     fields = {"temperature": TEMPERATURE, "n": 2, "max_new_tokens": 60}
-    pending = engine.submit(tokens(40, 1), sampling_seed=3, on_progress=at(9, started.set), **fields)
-    assert started.wait(IDLE_SECONDS)
-    engine.engine.pause("retract").result(IDLE_SECONDS)
+    gate = Gate(9)
+    pending = engine.submit(tokens(40, 1), sampling_seed=3, on_progress=gate, **fields)
+    assert gate.reached.wait(IDLE_SECONDS)
+    paused = engine.engine.pause("retract")
+    gate.released.set()
+    paused.result(IDLE_SECONDS)
     engine.engine.occupy(has_memory=False).result(IDLE_SECONDS)
     assert not engine.loaded.cache.has_memory
     weights = engine.loaded.read_weights(new)

@@ -16,7 +16,7 @@ from services.environment_server import episodes
 from services.environment_server.settings import EnvironmentSettings
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
-from tests.waiting import IDLE_SECONDS, eventually, stats_show
+from tests.waiting import IDLE_SECONDS, LoopClock, eventually, stats_show
 
 
 async def begin(client: Any, **request: Any) -> list[dict[str, Any]]:
@@ -161,10 +161,11 @@ async def test_an_environment_of_texts_is_a_conversation(serving: Any, app: Any)
 
 async def test_a_step_asked_for_again_while_it_is_taken_is_taken_once(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
+    odd_environments.HANGING.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0")) as client:
         episode = (await begin(client))[0]["episode"]
         both = [asyncio.create_task(take(client, (episode, 0, 1))) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await eventually(odd_environments.HANGING.is_set)
         closing = asyncio.create_task(client.post("/close", json={"episodes": [episode]}))
         await asyncio.sleep(0.1)
         assert not closing.done()
@@ -256,12 +257,16 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
         assert (await client.get("/stats")).json()["stuck"] == 0
 
 
-async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> None:
+async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     odd_environments.RELEASE.clear()
-    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=2)) as client:
+    odd_environments.HANGING.clear()
+    clock = LoopClock(monkeypatch, asyncio.get_running_loop())
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=IDLE_SECONDS)) as client:
         hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
-        async with asyncio.timeout(IDLE_SECONDS):
-            results = await take(client, (hangs, 0, 1), (goes_on, 0, 0))
+        taking = asyncio.create_task(take(client, (hangs, 0, 1), (goes_on, 0, 0)))
+        await eventually(odd_environments.HANGING.is_set)
+        clock.pass_by(IDLE_SECONDS)
+        results = await taking
         assert [r["status"] for r in results] == ["lost", "running"]
         assert "ENVIRONMENT_STEP_SECONDS" in results[0]["detail"]
         assert (await client.get("/stats")).json()["stuck"] == 1

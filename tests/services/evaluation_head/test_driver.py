@@ -83,11 +83,15 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
     app = head(head_policies=f"lean={lean}", game_server_addresses=url, PROBE_INTERVAL_SECONDS=0.1)
     with served_ready(app, port) as base_url:
         async with httpx.AsyncClient(base_url=base_url, timeout=IDLE_SECONDS, trust_env=False) as client:
-            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 2)
+            address = url.removeprefix("http://")
+            stats = await stats_show(
+                client,
+                lambda stats: stats["episodes"]["finished"] == 2 and "plays by itself" in row(stats, address)["detail"],
+            )
             played = await stats_of(url)
             assert played["episodes"]["begun"] == 2
             assert (row(stats, "env")["mode"], row(stats, "env")["states"]) == ("pushing", played["episodes"]["steps"])
-            found = row(stats, url.removeprefix("http://"))
+            found = row(stats, address)
             assert (found["mode"], found["states"]) == ("idle", 0)
             assert found["detail"] == "plays by itself, as env"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.core.errors import ConfigurationError
-from services.evaluation_head import torch_policy
+from services.evaluation_head import registry, torch_policy
 from services.evaluation_head.app import MAX_BODY_BYTES
 from tests.services.evaluation_head import policies
 from tests.waiting import IDLE_SECONDS, Deadline, stats_show
@@ -91,7 +91,7 @@ async def test_requests_of_a_wrong_form_are_refused_with_index_and_reason(servin
 
 
 async def test_a_policy_that_gives_nan_fails_those_states_only(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=2, head_timeout_ms=1000)) as client:
+    async with serving(head(head_batch_size=2, head_timeout_ms=10_000)) as client:
         bad, good = await asyncio.gather(
             client.post("/evaluate", json={"state": [-1, 0]}), client.post("/evaluate", json={"state": [2, 0]})
         )
@@ -101,13 +101,14 @@ async def test_a_policy_that_gives_nan_fails_those_states_only(serving: Any, hea
 
 
 async def test_overload_is_refused_with_retry_after(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=4096, head_timeout_ms=1500, MAX_WAITING=10)) as client:
+    async with serving(head(head_batch_size=10, head_timeout_ms=10_000, MAX_WAITING=10)) as client:
         waiting = asyncio.create_task(ask(client, states=[[0, 0]] * 8))
         await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 8)
         refused = await client.post("/evaluate", json={"states": [[0, 0]] * 3})
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         assert "8 states wait already, allowed are 10" in refused.json()["detail"]
+        await ask(client, states=[[0, 0]] * 2)  # which fill the batch
         await waiting
         assert (await client.get("/stats")).json()["overloaded"] == 1
 
@@ -142,8 +143,10 @@ async def test_an_idle_episode_counts_as_lost(serving: Any, head: Any) -> None:
         assert stats["episodes"]["active"] == 0
 
 
-async def test_a_name_belongs_to_the_server_with_its_key(serving: Any, head: Any) -> None:
-    async with serving(head(SILENT_SECONDS=1.5)) as client:
+async def test_a_name_belongs_to_the_server_with_its_key(
+    serving: Any, head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(head(SILENT_SECONDS=IDLE_SECONDS)) as client:
         await ask(client, state=[0, 0], server="s", instance_key=KEY, episodes=[{"episode": "a"}])
         liar = await ask(client, 409, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert "ENVIRONMENT_SERVER_NAME" in liar["detail"]
@@ -152,6 +155,7 @@ async def test_a_name_belongs_to_the_server_with_its_key(serving: Any, head: Any
         stats = (await client.get("/stats")).json()
         assert (stats["episodes"]["finished"], stats["servers"][0]["requests"]) == (0, 1)
         # A restarted server has a new key; it gets its name back when the old one is silent.
+        monkeypatch.setattr(registry, "SILENT_SECONDS", 0.0)
         await stats_show(client, lambda stats: stats["servers"][0]["state"] == "silent")
         await ask(client, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert (await client.get("/stats")).json()["episodes"]["lost"] == 1

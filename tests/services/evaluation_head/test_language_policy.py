@@ -146,8 +146,7 @@ async def test_concurrent_conversations_are_bounded(serving: Any, head: Any, gue
 
 
 async def test_an_unreachable_rollout_server_fails_the_request_in_time(serving: Any, head: Any) -> None:
-    with served(FastAPI()) as gone:
-        pass
+    gone = "http://127.0.0.1:9"
     async with serving(head(head_policies=f"llm={gone}", ANSWER_SECONDS=0.5)) as client:
         response = await client.post("/evaluate", json={"state": user("guess")})
         assert response.status_code == 500

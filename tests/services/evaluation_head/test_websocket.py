@@ -11,7 +11,7 @@ import websockets
 from pydantic import SecretStr
 
 from services.evaluation_head import app
-from tests.services.run_page.serving import served, served_ready
+from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS
 
 
@@ -26,7 +26,7 @@ async def test_the_websocket_sends_statistics_every_second(head: Any) -> None:
 
 
 async def test_the_websocket_wants_the_token(head: Any) -> None:
-    with served(head(jobgroup_token=SecretStr("secret"))) as url:
+    with served_ready(head(jobgroup_token=SecretStr("secret"))) as url:
         address = url.replace("http", "ws") + "/ws"
         for first in ('{"token": "wrong"}', "[]", "not json"):
             async with websockets.connect(address) as socket:
@@ -41,7 +41,7 @@ async def test_the_websocket_wants_the_token(head: Any) -> None:
 
 
 async def test_a_watcher_that_does_not_read_delays_no_other(head: Any) -> None:
-    with served(head()) as url:
+    with served_ready(head()) as url:
         deaf = [await websockets.connect(url.replace("http", "ws") + "/ws", max_queue=1) for _ in range(10)]
         async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
             for _ in range(3):

@@ -14,6 +14,7 @@ import pytest
 from services.chat.answers import parse_calls
 from services.protocol.sessions import Trace
 from tests.services.gateway.conftest import ADD, StartGateway
+from tests.services.gateway.test_equal_calls import are_repeated
 from tests.waiting import eventually
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -146,7 +147,11 @@ async def test_a_request_with_the_same_key_gets_the_same_bytes_also_after_a_rest
     for _ in range(2):
         async with gateway(answers=['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "B"]) as running:
             path = await running.open(seed=1)
-            posts = (running.client.post(path, json=body, headers=KEY) for _ in range(3))
+            running.engine.may_answer.clear()
+            posts = [asyncio.create_task(running.client.post(path, json=body, headers=KEY)) for _ in range(3)]
+            # The two repeat the first one before it is recorded, unless it is recorded already.
+            await are_repeated(running, 2)
+            running.engine.may_answer.set()
             seen |= {reply.content for reply in await asyncio.gather(*posts)}
             streamed = await running.client.post(path, json={**body, "stream": True}, headers=KEY)
             assert streamed.text.endswith("data: [DONE]\n\n")
@@ -287,7 +292,7 @@ def test_the_time_to_read_calls_is_in_proportion_to_the_text() -> None:
     for part in parts:
         for text in ("<tool_call>" + part * 30_000, '<tool_call>{"a":"' + part * 30_000):
             parse_calls(text)
-    assert time.process_time() - started < 15, "in proportion to its square it takes minutes"
+    assert time.process_time() - started < 60, "in proportion to its square it takes minutes"
 
 
 async def test_a_thought_that_the_generation_prompt_begins_has_no_calls(

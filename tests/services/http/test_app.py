@@ -270,6 +270,7 @@ class Service:
         self.loading, self.may_load, self.asked = (threading.Event() for _ in range(3))
         self.may_load.set()
         self._monkeypatch, self._capfd = monkeypatch, capfd
+        monkeypatch.setattr("services.http.server.DRAIN_SECONDS", int(IDLE_SECONDS))
         monkeypatch.setattr(logs, "configure", lambda *_: self.log_levels.append(os.environ.get("LOG_LEVEL")))
         monkeypatch.setattr(os, "environ", dict(os.environ))
 

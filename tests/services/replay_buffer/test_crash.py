@@ -6,15 +6,20 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.clients.replay import ReplayClient
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Group
 from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest
-from tests.waiting import LIMIT_SECONDS
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, LoopClock
 
 
-async def test_what_was_acknowledged_survives_sigkill(start_service: Any, tmp_path: Path, group: Any) -> None:
+async def test_what_was_acknowledged_survives_sigkill(
+    start_service: Any, tmp_path: Path, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LoopClock(monkeypatch, asyncio.get_running_loop())
     environment = {"REPLAY_DIR": str(tmp_path / "replay"), "LOG_LEVEL": "warning"}
     service = start_service("services.replay_buffer", **environment)
     stored: dict[str, Group] = {}
@@ -43,13 +48,16 @@ async def test_what_was_acknowledged_survives_sigkill(start_service: Any, tmp_pa
                 taken.update(names)
                 in_doubt.difference_update(names)
 
-    async with ReplayClient(Endpoint("127.0.0.1", service.port), deadline=3.0) as replay:
+    async with ReplayClient(Endpoint("127.0.0.1", service.port), deadline=IDLE_SECONDS) as replay:
         load = [asyncio.create_task(add(worker, replay)) for worker in range(4)]
         load.append(asyncio.create_task(take(replay)))
         async with asyncio.timeout(LIMIT_SECONDS):
             while len(stored) < 60 or len(taken) < 20:  # noqa: ASYNC110  # the load itself sets no event
                 await asyncio.sleep(0.01)
         service.kill()
+        while not all(worker.done() for worker in load):
+            clock.pass_by(IDLE_SECONDS)
+            await asyncio.sleep(0.01)
         ends = await asyncio.gather(*load, return_exceptions=True)
         assert all(isinstance(end, DependencyLostError) for end in ends), ends
 

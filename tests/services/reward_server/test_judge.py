@@ -34,7 +34,7 @@ from tests.services.reward_server.scripted_judge import (
     quiet_content,
     scripted_judge,
 )
-from tests.waiting import eventually, wait_ready
+from tests.waiting import IDLE_SECONDS, LoopClock, eventually, wait_ready
 
 RIGHT, WRONG = 1.0, 1 / 4
 """The quiet judge's scores of a long answer that is right, and of one that is wrong: form counts for a quarter."""
@@ -195,30 +195,35 @@ async def test_an_answer_that_speaks_to_the_judge_stays_data(judge: ScriptedJudg
             assert inside == f"It is 41. {seen}", "the answer cannot close its fence"
 
 
-async def test_too_many_requests_wait_as_long_as_the_judge_says(judge: ScriptedJudge) -> None:
+async def test_too_many_requests_wait_as_long_as_the_judge_says(
+    judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limited = (429, {"error": "slow down"}, {"Retry-After": "1"})
     judge.faults += [lambda _: limited] * 2
     async with judging(judge.settings()) as made:
         started = time.monotonic()
         assert (await made.score(item("It is 42."))).value == RIGHT
         assert time.monotonic() - started >= 2
-    async with judging(judge.settings(service_deadline_seconds=3.75)) as made:
-        judge.faults += [lambda _: limited] * 20
+    clock = LoopClock(monkeypatch, asyncio.get_running_loop())
+    async with judging(judge.settings(service_deadline_seconds=IDLE_SECONDS)) as made:
+        judge.faults += [lambda _: limited, lambda _: (clock.pass_by(IDLE_SECONDS), limited)[1]]
         result = await made.score(item("It is 43."))
         assert (result.value, result.status) == (None, RewardStatus.OVERLOADED)
         assert "429" in (result.reason or "")
         assert made.stats["judge_failures_overloaded"] == 1
 
 
-async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge) -> None:
+async def test_a_judge_that_hangs_costs_its_answer_only(judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
-    judge.faults.append(lambda _: end.wait(60) and None)
+    judge.faults.append(lambda _: end.wait(IDLE_SECONDS) and None)
+    clock = LoopClock(monkeypatch, asyncio.get_running_loop())
     try:
-        async with judging(judge.settings(service_deadline_seconds=5, judge_concurrency=2)) as made:
+        async with judging(judge.settings(service_deadline_seconds=IDLE_SECONDS, judge_concurrency=2)) as made:
             hung = asyncio.create_task(made.score(item("It is 40.")))
             await eventually(lambda: judge.asked)
             others = await asyncio.gather(*(made.score(item(f"It is {n}.")) for n in (41, 42)))
             assert [result.value for result in others] == [WRONG, RIGHT]
+            clock.pass_by(IDLE_SECONDS)
             result = await hung
             assert (result.value, result.status) == (None, RewardStatus.TIMEOUT)
             assert made.stats["judge_failures_timeout"] == 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -223,12 +224,18 @@ async def test_each_death_has_its_own_reason_however_many_there_are_at_once(scor
     assert "exited with code 3" in str(reasons)
 
 
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
     async with scoring(reward_fn=f"{plugin}:moody", reward_workers=2) as scorer:
         results = await scorer.score([item("pid") for _ in range(20)])
         pids = {int(result.reward or 0) for result in results}
         assert all(psutil.pid_exists(pid) for pid in pids)
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    await eventually(lambda: not any(map(is_running, pids)), "the workers have ended")
 
 
 async def test_a_function_that_cannot_be_loaded_or_has_a_parameter_that_nobody_gives_stops_the_start(

@@ -25,7 +25,7 @@ from services.engines.router import RouterAdmin
 from services.engines.settings import RolloutSettings
 from services.rollout_server import registration as module
 from services.rollout_server import watch as watch_module
-from services.rollout_server.registration import POLL_SECONDS, WorkerRegistration
+from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.watch import EngineWatch
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
@@ -278,12 +278,16 @@ async def test_a_worker_whose_engine_starts_again_leaves_the_routing_first(node:
         await registration.withdraw_if_possible()
 
 
-async def test_a_worker_among_many_looks_at_the_list_less_often(node: Node, tmp_path: Path) -> None:
+async def test_a_worker_among_many_looks_at_the_list_less_often(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"POLL_SECONDS": 0.1, "WORKERS_A_POLL": 0.1, "LONGEST_POLL_SECONDS": IDLE_SECONDS}.items():
+        monkeypatch.setattr(module, name, value)
     node.registered += [{"id": str(i), "url": f"http://10.0.0.{i}:1", "is_healthy": True} for i in range(160)]
     async with registered(node, settings(tmp_path)) as until:
         await until(lambda: len(node.registered) == 161)
         asked = len(node.router.asked("GET /health"))
-        await asyncio.sleep(3 * POLL_SECONDS)
+        await asyncio.sleep(1)
         assert len(node.router.asked("GET /health")) == asked
 
 

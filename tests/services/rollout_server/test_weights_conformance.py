@@ -236,7 +236,7 @@ async def test_a_worker_that_woke_computes_as_before(worker: Engine) -> None:
         await worker.sleep()
         assert await worker.is_asleep()
         assert await worker.version() == 0, "the version that it will serve"
-        assert await worker.scheduler_answers(2.0), "its launcher does not take it for dead"
+        assert await worker.scheduler_answers(IDLE_SECONDS), "its launcher does not take it for dead"
     for _ in range(2):
         await worker.wake()
         assert not await worker.is_asleep()

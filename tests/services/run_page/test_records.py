@@ -7,11 +7,13 @@ import pytest
 from services.run_page import records
 from services.run_page.records import GroupsQuery, SampleIndex, prompt_key
 from tests.services.run_page.runs import append, episodes, group, write_run
+from tests.waiting import IDLE_SECONDS
 
 
 @pytest.fixture
-def index(tmp_path) -> SampleIndex:
+def index(tmp_path, monkeypatch) -> SampleIndex:
     """Ten steps with two groups each: rewards 0, 1, 0, 0.5 and rewards 1, 1."""
+    monkeypatch.setattr(records, "SEARCH_SECONDS", IDLE_SECONDS)
     return SampleIndex(write_run(tmp_path / "run", 10) / "samples.jsonl")
 
 

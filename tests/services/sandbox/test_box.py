@@ -162,7 +162,7 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN if sys.argv[1] == "ignore" else sig
 for _ in range(2):
     if os.fork() == 0:
         os.setsid()
-        while time.process_time() < 1.5:
+        while time.process_time() < 60:
             pass
         os._exit(0)
 os.close(ends[1])
@@ -175,7 +175,7 @@ async def test_children_count_while_nobody_waits_for_them(box: Box, how: str) ->
     tight = LIMITS._replace(cpu_seconds=0.5)
     result = await box.exec([SCRIPT_PYTHON, "-c", CHILDREN, how], limits=tight)
     assert result.outcome is Outcome.TIMEOUT
-    assert 0.5 < result.cpu_seconds < 3
+    assert 0.5 < result.cpu_seconds < 60
 
 
 OPEN = """
@@ -350,6 +350,18 @@ async def _answers(pool: BoxPool) -> list[bytes]:
     return await asyncio.gather(*(answer(number) for number in range(24)))
 
 
+def _kill(victim: str, boxes: set[psutil.Process]) -> bool:
+    """Kill a process of one of ``boxes``, if one has more than its own."""
+    for box in boxes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # an answer may end by itself meanwhile
+            processes = [box, *box.children(recursive=True)]
+            place = {"box": 0, "zygote": len(processes) - 2, "answer": len(processes) - 1}[victim]
+            if len(processes) > 1:
+                processes[max(place, 0)].send_signal(signal.SIGKILL)
+                return True
+    return False
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("victim", ["box", "zygote", "answer"])
 async def test_killed_boxes_and_answers_change_no_result(
@@ -360,26 +372,17 @@ async def test_killed_boxes_and_answers_change_no_result(
     pool = BoxPool(backend, interpreter, LIMITS, 2)
     await pool.start()
     quiet = await _answers(pool)
-    running = asyncio.create_task(_answers(pool))
-    kills = 0
-    while kills < 2:
-        await asyncio.sleep(0.1)
-        if running.done():  # before the second kill
-            assert await running == quiet
+    # One victim in each round: a second try of the same answer must not be killed, too.
+    for _ in range(2):
+        is_killed = False
+        while not is_killed:
             running = asyncio.create_task(_answers(pool))
-        for child in set(psutil.Process().children()) - set(before):
-            with contextlib.suppress(psutil.NoSuchProcess):  # an answer may end by itself meanwhile
-                processes = [child, *child.children(recursive=True)]
-                place = {"box": 0, "zygote": len(processes) - 2, "answer": len(processes) - 1}[victim]
-                # One victim at a time: a second try of the same answer must not be killed, too.
-                if len(processes) > 1 and kills < 2:
-                    processes[max(place, 0)].send_signal(signal.SIGKILL)
-                    kills += 1
-                    break
-        await asyncio.sleep(0.3)
-    assert await running == quiet
+            while not is_killed and not running.done():
+                await asyncio.sleep(0.1)
+                is_killed = _kill(victim, set(psutil.Process().children()) - set(before))
+            assert await running == quiet
     await pool.stop()
-    assert psutil.Process().children() == before
+    await eventually(lambda: set(psutil.Process().children()) <= set(before), "the pool's processes have ended")
 
 
 def oom_score(pid: int) -> int:

@@ -83,7 +83,7 @@ def stage_of(*environment_servers: str) -> Iterator[Stage]:
     gateway = FakeGateway(lambda messages: "50")
     with ExitStack() as stack:
         data, rewards, served = (stack.enter_context(fake_service(routes)) for routes in ({}, {}, gateway))
-        environments = EnvironmentClient([address_of(url) for url in environment_servers], deadline=5)
+        environments = EnvironmentClient([address_of(url) for url in environment_servers], deadline=IDLE_SECONDS)
         data_client, reward_client = DataClient(data.endpoint), RewardClient(rewards.endpoint)
         gateway_client = GatewayClient(served.endpoint, deadline=30)
         thread = stack.enter_context(ServiceThread())

@@ -463,7 +463,7 @@ def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(s
         stage.thread.call(make_groups({"": maker}, [PROMPT] * 4))
 
 
-@pytest.mark.parametrize("limit", [{"agent_max_turns": 1}, {"agent_seconds": 1}], ids=str)
+@pytest.mark.parametrize("limit", [{"agent_max_turns": 1}, {"agent_seconds": 6}], ids=str)
 def test_groups_of_which_every_episode_is_over_a_limit_are_wrong_and_do_not_end_the_run(
     stage: Stage, limit: dict[str, Any]
 ) -> None:

@@ -29,6 +29,7 @@ from services.protocol.prompts import Cursor
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
+from tests.waiting import IDLE_SECONDS
 from trainer.checkpoints.state import Fingerprint, RunState, describe_accuracy
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
@@ -806,7 +807,8 @@ def test_a_collector_tells_the_curriculum_a_batch_at_a_time(services: Services) 
 def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr(clients, "RECORD_SECONDS", 0.3)
+    # Only where the request is repeated does the time pass.
+    monkeypatch.setattr(clients, "RECORD_SECONDS", 5.0 if status == 503 else IDLE_SECONDS)
     services.data.routes["POST /success_rates"] = lambda _: status
     assert len(services.steps().next()) == 4
     assert rates_of(services)

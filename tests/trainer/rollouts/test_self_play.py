@@ -26,6 +26,7 @@ from tests.sequences import trained_sequence
 from tests.services.run_page.serving import served_ready
 from tests.trainer.rollouts.fake_gateway import ids
 from tests.trainer.rollouts.test_environment_player import Stage, stage_of
+from tests.waiting import IDLE_SECONDS
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
@@ -230,7 +231,7 @@ def test_a_fixed_opponent_plays_the_other_seat_and_one_seat_is_trained(
 
 
 def test_an_opponent_that_is_lost_ends_the_run_as_recoverable(stage: Stage, opponent: Any) -> None:
-    settings = against(stage, opponent(lambda _: 500), agent_seconds=2)
+    settings = against(stage, opponent(lambda _: 500))
     maker = stage.maker(**settings)
     assert stage.thread.call(maker.make_group(prompt_of(1))) is None
     assert isinstance(maker.all_failed(), DependencyLostError)
@@ -249,7 +250,7 @@ def test_a_run_does_not_begin_without_its_opponent(
     against(stage, fixed)
     assert stage.opponent is not None
     with pytest.raises(error, match=says):
-        stage.thread.call(stage.opponent.wait_healthy(0.5))
+        stage.thread.call(stage.opponent.wait_healthy(IDLE_SECONDS if status == 401 else 0.5))
 
 
 @pytest.mark.parametrize("stage", ["guessing"], indirect=True)
