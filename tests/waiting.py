@@ -121,12 +121,12 @@ class LoopClock:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
-        """Replaces the clock of ``loop`` until the test ends."""
+        """Replace the clock of ``loop`` until the test ends."""
         real, self._ahead = loop.time, 0.0
         monkeypatch.setattr(loop, "time", lambda: real() + self._ahead)
 
     def pass_by(self, seconds: float) -> None:
-        """Puts the clock forward."""
+        """Put the clock forward."""
         self._ahead += seconds
 
 
