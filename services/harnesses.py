@@ -49,6 +49,8 @@ class Harness:
     """True if pip installs it, False if npm does."""
     others: tuple[str, ...] = ()
     """Packages that are installed with it, with their versions."""
+    memory_mb: int
+    """Memory of its own in a box, besides CODE_MEMORY_MB for the model's commands: twice its peak, as forks count."""
     first_prompt: int
     """Tokens of the first prompt without the task, with tools, in SmolLM2's tokenizer and Qwen2.5's chat template."""
     variables: Mapping[str, str]
@@ -180,6 +182,7 @@ _HARNESSES = (
         """,
         package="@anthropic-ai/claude-code",
         version="2.1.332",
+        memory_mb=512,
         first_prompt=1110,
         answer=_claude_answer,
     ),
@@ -191,6 +194,7 @@ _HARNESSES = (
         """,
         package="@openai/codex",
         version="0.171.0",
+        memory_mb=512,
         first_prompt=770,
         files={".codex/config.toml": _CODEX, "instructions.md": _PROMPT},
         answer=lambda _output, home: (home / "answer.txt").read_text(),
@@ -205,6 +209,7 @@ _HARNESSES = (
         """,
         package="mini-swe-agent",
         version="2.4.6",
+        memory_mb=512,
         is_python=True,
         others=("litellm==1.110.2",),
         first_prompt=190,
@@ -215,12 +220,13 @@ _HARNESSES = (
         "opencode",
         # Without npm_config_offline it would ask the registry for its plugins in each new home.
         f"""
-            OPENCODE_CONFIG_CONTENT={shlex.quote(_OPENCODE)} OPENCODE_DISABLE_AUTOUPDATE=1
+            BUN_TMPDIR=$home OPENCODE_CONFIG_CONTENT={shlex.quote(_OPENCODE)} OPENCODE_DISABLE_AUTOUPDATE=1
             OPENCODE_DISABLE_LSP_DOWNLOAD=1 OPENCODE_DISABLE_MODELS_FETCH=1 OPENCODE_DISABLE_PROJECT_CONFIG=1
             npm_config_offline=true npm/node_modules/.bin/opencode run --pure --format json -- $task
         """,
         package="opencode-ai",
         version="1.18.33",
+        memory_mb=1536,
         first_prompt=2860,
         answer=_opencode_answer,
     ),

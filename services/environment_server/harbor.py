@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.data_server.harbor import FIRST_NUMBER, Task, read_tasks
 from services.data_server.settings import HARBOR, DataSettings
@@ -29,6 +31,7 @@ from services.sandbox.box import Result
 from services.sandbox.probe import choose
 
 SPLIT = "tasks"
+log = get_logger(__name__)
 
 
 class HarborTasks(Boxes):
@@ -131,7 +134,15 @@ async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: 
         if not found_tasks:
             name, error = next(iter(refused.items()))
             raise ConfigurationError(f"DATASET {dataset!r} has no task that can be done; {name}: {error}")
-    backend = await choose(rewards.sandbox, rewards.interpreter, writes=True, layout=Layout(("/app", "/tmp")))
+    no_processes = ""
+    layout = Layout(("/app", "/tmp"), has_processes=True)
+    try:
+        backend = await choose(rewards.sandbox, rewards.interpreter, writes=True, layout=layout)
+    except ConfigurationError as error:
+        layout, no_processes = replace(layout, has_processes=False), str(error)
+        backend = await choose(rewards.sandbox, rewards.interpreter, writes=True, layout=layout)
+        log.warning("programs as agents have no /proc in their boxes, which most presets need", error=no_processes)
     made = HarborTasks(tasks, settings, rewards, backend)
+    made.no_processes = no_processes
     made.trees = {image: Interpreter.find_in(tree.absolute()) for image, tree in settings.sandbox_trees.items()}
     return made

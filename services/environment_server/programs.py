@@ -114,7 +114,8 @@ class ProgramEpisode(Conversation):
                 if transport.is_lost and result.outcome is not Outcome.OK:
                     raise DependencyLostError(f"the gateway did not answer the program: {shown(result)}")
                 if not relay.has_answered:
-                    raise EnvironmentBrokenError(f"the program got no answer of the model: {shown(result)}")
+                    why = self._tasks.no_processes and f"its box has no /proc ({self._tasks.no_processes}); "
+                    raise EnvironmentBrokenError(f"the program got no answer of the model: {why}{shown(result)}")
                 async with self._tasks.places:
                     await trial.grade()
                     if not await trial.go_on():
@@ -145,12 +146,17 @@ class ProgramEpisode(Conversation):
             cpu_seconds=seconds,
             # Its client ends it earlier, by AGENT_SECONDS without the time of the model's calls.
             seconds=3 * request.seconds,
-            memory_mb=self._tasks.limits.memory_mb,
+            memory_mb=self._tasks.limits.memory_mb + (program.harness.memory_mb if isinstance(program, Preset) else 0),
+            is_resident=True,
             processes=PROCESSES,
         )
         python = self._tasks.interpreter_of(self._task.image).program
         start = [python, "-IS", str(forward.__file__), SOCKET, f"{HOME}/output", "/bin/sh", "-c", command]
-        return await trial.exec(start, files, limits, variables, json.dumps(example).encode())
+        result = await trial.exec(start, files, limits, variables, json.dumps(example).encode())
+        if result.outcome is Outcome.MEMORY:
+            most = f"{limits.memory_mb} MB of memory; raise CODE_MEMORY_MB, which is {self._tasks.limits.memory_mb}"
+            raise EnvironmentBrokenError(f"the program was killed, because it took more than {most}: {shown(result)}")
+        return result
 
     def _named(self, command: str) -> dict[str, str]:
         """Return the files and directories of the working directory that a command names with a dot or a slash.

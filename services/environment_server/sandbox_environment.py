@@ -113,6 +113,8 @@ class Boxes(Tasks):
         """One for each program that runs."""
         self.trees: Mapping[str, Interpreter] = {}
         """By the name of the image that a tree stands for."""
+        self.no_processes = ""
+        """The reason why the boxes of programs as agents have no /proc; empty if they have it."""
         self._boxes: WeakSet[Box] = WeakSet()
         self._backend, self._loop = backend, asyncio.get_running_loop()
 

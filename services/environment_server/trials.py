@@ -59,7 +59,9 @@ class Trial:
             mounts: what this box has of this machine, as ``Layout.mounts``.
         """
         self.task, self._tasks = task, tasks
-        self._layout = Layout((*task.places, *filter(None, [scratch])), mounts)
+        self._layout = Layout(
+            (*task.places, *filter(None, [scratch])), mounts, has_processes=bool(scratch and not tasks.no_processes)
+        )
         self.original = files_of(task.copies)
         """The task's own files by their paths in the box."""
         self._box: Box | None = None

@@ -106,7 +106,8 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
     times as long by the clock. One that takes more fails the test, and so does one that only waits for so long, and 5 s
     at least."""
     code_memory_mb: int = Field(512, ge=64)
-    """Memory of a program, with about 40 MB for Python; one that takes more fails the test."""
+    """Memory of a program, with about 40 MB for Python; one that takes more fails the test. AGENT_COMMAND in the box of
+    a task may have so much in all of its processes together, and a preset's own memory besides."""
     sandbox: BackendName = BackendName.AUTO
     """The isolation of code from the machine: `bwrap` (bubblewrap) or `landlock` (Landlock and seccomp, which default
     containers allow too). `auto` takes the first of them that keeps every attack of its check at the start;

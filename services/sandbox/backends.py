@@ -173,6 +173,8 @@ class Layout:
     neither be removed nor be replaced, nor can their modes be changed: none but regular files are read-only there."""
     keeps_modes: bool = False
     """Whether programs may not change the modes of their files, either."""
+    has_processes: bool = False
+    """Whether the box has /proc, with its own processes."""
 
 
 def is_open(path: str) -> bool:
@@ -259,6 +261,8 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
     program = shutil.which("bwrap")
     if program is None:
         raise OSError("the program bwrap is missing; install the package bubblewrap")
+    if layout and layout.has_processes and os.geteuid() != 0 and not kernel.landlock_version():
+        raise OSError("a box with /proc needs Landlock or root: its programs could write to its first process's memory")
     arguments = [program, "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--hostname", "box"]
     # Root takes no user namespace, so that it can give every box a user of its own, whose processes are counted.
     own = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
@@ -280,7 +284,7 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
     for path in interpreter.readable:
         source = f"{interpreter.tree}{path}" if interpreter.tree and path in OF_TREE else path
         arguments += ["--ro-bind", source, path]
-    arguments += ["--dev", "/dev"]
+    arguments += ["--dev", "/dev", *(["--proc", "/proc"] if layout and layout.has_processes else [])]
     if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
     for files in (layout.mounts, layout.pipes) if layout else ():

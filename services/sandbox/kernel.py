@@ -69,13 +69,15 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _
 class Limits(NamedTuple):
     """The limits of one run of code; processor time and files of all of its processes, the rest of each.
 
-    ``seconds`` are by the clock. ``memory_mb`` is address space, the interpreter's included. ``disk_mb`` bounds the
-    files of the box, ``output_bytes`` what it prints.
+    ``seconds`` are by the clock. ``memory_mb`` is address space, the interpreter's included; with ``is_resident`` what
+    all processes together have in memory, above which the newest are killed. ``disk_mb`` bounds the files of the box,
+    ``output_bytes`` what it prints.
     """
 
     cpu_seconds: float = 5.0
     seconds: float = 50.0
     memory_mb: int = 512
+    is_resident: bool = False
     output_bytes: int = 2**20
     processes: int = 64
     disk_mb: int = 64
@@ -155,12 +157,13 @@ def _limit(limits: Limits, *, is_answer: bool, can_write: bool, shared: int) -> 
     # The zygote measures processor time more finely; this ends what the zygote no longer watches.
     bounds = {
         resource.RLIMIT_CPU: int(limits.cpu_seconds) + 2,
-        resource.RLIMIT_AS: limits.memory_mb * 2**20,
         resource.RLIMIT_FSIZE: disk,
         resource.RLIMIT_NOFILE: 256,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
+    if not limits.is_resident:
+        bounds[resource.RLIMIT_AS] = limits.memory_mb * 2**20
     if not is_answer:
         bounds[resource.RLIMIT_NPROC] = limits.processes + shared
     for name, bound in bounds.items():

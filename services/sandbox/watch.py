@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import resource
 import selectors
 import signal
 import socket
@@ -130,6 +132,10 @@ class Run:
         """Processor seconds of those, of orphans that have ended, and of all that these have waited for."""
         self._seen: dict[str, float] = {}
         """Processor seconds that each process had itself when it was last seen."""
+        self._resident: dict[str, int] = {}
+        """Bytes in memory of each process that runs, parents before their children."""
+        self._was_short = False
+        """True once a process was killed because they had too much memory."""
 
     def fork(self, become: Callable[[], None], work: Callable[[], None]) -> None:
         """Start a process that takes its own rights away by ``become``, and does ``work``."""
@@ -267,10 +273,25 @@ class Run:
         self._measured = max(self._measured, self._cpu_seconds())
         if clock > self._limits.seconds or self._measured > self._limits.cpu_seconds:
             return "timeout"
+        if self._limits.is_resident:
+            self._free_memory()
         return "output" if self._disk is not None and ticks % DISK_TICKS == 0 and self._fills(self._disk) else None
 
+    def _free_memory(self) -> None:
+        """Kill the newest processes until the others have no more than they may: the program itself comes last."""
+        left = sum(self._resident.values()) - self._limits.memory_mb * 2**20
+        for name, size in reversed(self._resident.items()):
+            if left <= 0:
+                break
+            with contextlib.suppress(OSError):
+                # The name is a number of the machine's, and the last one here is the box's.
+                pids = re.findall(r"^NSpid:.*\s(\d+)$", _read(f"{name}/status"), re.MULTILINE)
+                os.kill(int(pids[0]), signal.SIGKILL)
+                self._was_short = True
+                left -= size
+
     def _cpu_seconds(self) -> float:
-        """Return the processor time of all processes.
+        """Return the processor time of all processes, and keep what each of them has in memory.
 
         A process has the time of the children that it has waited for. Nobody has the time of one that nobody waits for:
         so the times that each was last seen to have count if they are more.
@@ -281,10 +302,12 @@ class Run:
                 with contextlib.suppress(OSError):
                     # The clock of another process's processor time; see clock_getcpuclockid(3).
                     forked += time.clock_gettime((~pid << 3) | 2)
+        self._resident.clear()
         for name in _descendants("self"):
             with contextlib.suppress(OSError):
-                fields = _read(f"{name}/stat").rpartition(")")[2].split()[11:15]
-                user, system, *waited_for = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+                fields = _read(f"{name}/stat").rpartition(")")[2].split()
+                user, system, *waited_for = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15])
+                self._resident[name] = int(fields[21]) * resource.getpagesize()
                 self._seen[name] = user + system
                 whole += user + system + sum(waited_for)
         return max(forked, whole, sum(self._seen.values()))
@@ -313,12 +336,14 @@ class Run:
         cpu_seconds = max(self._measured, self._reaped)
         if cause is None and cpu_seconds > self._limits.cpu_seconds:
             cause = "timeout"
-        if cause is None and EXIT_MEMORY in codes:
+        if cause is None and EXIT_MEMORY in codes and not may_signal:
             cause = "memory"
         # An answer can send no signal: the machine ran out of memory, or somebody killed it.
         if cause is None and -signal.SIGKILL in codes and not may_signal:
             cause = "infrastructure"
         code = self._ended.get(self._children[-1])
+        if cause is None and self._was_short and code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            cause = "memory"
         most = self._limits.output_bytes
         texts = [bytes(text[:most]).decode("latin-1") for text in self._texts.values()]
         return {

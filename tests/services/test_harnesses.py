@@ -34,12 +34,17 @@ CONTEXT = 65_536
 
 @pytest.fixture
 async def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
-    """A gateway whose model has room for the prompts of harnesses in single bytes."""
-    model = make_model(tmp_path / "model", "qwen2.5")
+    """A gateway whose model has room for the prompts of harnesses."""
+    async with ground_on(roomy_model(tmp_path / "model"), tmp_path / "gateway", monkeypatch) as made:
+        yield made
+
+
+def roomy_model(path: Path) -> Path:
+    """A model with room for the prompts of harnesses in single bytes."""
+    model = make_model(path, "qwen2.5")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    async with ground_on(model, tmp_path / "gateway", monkeypatch) as made:
-        yield made
+    return model
 
 
 async def play(ground: Ground, harness: Harness, says: list[str]) -> Sample:
@@ -68,6 +73,7 @@ def scripted(tmp_path: Path, code: str, **fields: Any) -> Harness:
         f"URL=$url KEY=$key SIZES='$context $output $turns' {shlex.quote(str(program))} $task",
         package="scripted",
         version="1.0.0",
+        memory_mb=0,
         first_prompt=100,
         answer=lambda output, _home: output,
         **fields,
@@ -237,6 +243,12 @@ def shell(harness: Harness, command: str) -> str:
     return call(tool, json.dumps({argument: command} | extra))
 
 
+def last_turn(harness: Harness, answer: str) -> str:
+    """The turn with which a harness's model gives its answer."""
+    is_mini = harness.name == "mini-swe-agent"
+    return shell(harness, f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo '{answer}'") if is_mini else answer
+
+
 @pytest.fixture(scope="session")
 def count_tokens() -> Callable[[str], int]:
     """Return the number of tokens that SmolLM2's tokenizer gives a text."""
@@ -252,10 +264,8 @@ async def test_a_session_with_a_thought_and_a_tool_is_played_to_its_end_whatever
 ) -> None:
     hostile = {f"work/{name}": text for name, text in HOSTILE.items()}
     thought = "<think>\nI multiply.\n</think>\n\n" + shell(harness, "expr 6 '*' 7")
-    last = "#### 42"
-    if harness.name == "mini-swe-agent":
-        last = shell(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo '#### 42'")
-    sample = await play(ground, replace(harness, files={**harness.files, **hostile}), [thought, last])
+    says = [thought, last_turn(harness, "#### 42")]
+    sample = await play(ground, replace(harness, files={**harness.files, **hostile}), says)
     assert (sample.result.reward, sample.turns) == (1.0, 2)
     first, second = ground.engine.asked
     assert second.startswith(f"{first}{thought}"), "one conversation, with the tokens that the model sampled"

@@ -30,8 +30,7 @@ from services.http.server import serving
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardStatus
 from tests.evaluation.agent_play import SETTINGS, Ground, ground_on
-from tests.services.gateway.conftest import make_model
-from tests.services.test_harnesses import scripted
+from tests.services.test_harnesses import REAL, last_turn, roomy_model, scripted, shell
 from tests.tasks import TASKS, write_task
 from tests.waiting import IDLE_SECONDS, stats_show, wait_ready
 
@@ -98,7 +97,7 @@ async def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         monkeypatch.setenv(name, value)
     async with AsyncExitStack() as stack:
         ground = await stack.enter_async_context(
-            ground_on(make_model(tmp_path / "model", "qwen2.5"), tmp_path / "gateway", monkeypatch)
+            ground_on(roomy_model(tmp_path / "model"), tmp_path / "gateway", monkeypatch)
         )
         settings = EnvironmentSettings(environment="sandbox", environment_step_seconds=300)
         app = create_app(settings)
@@ -148,6 +147,11 @@ def reads(path):
         return [*pathlib.Path(path).iterdir()] if pathlib.Path(path).is_dir() else pathlib.Path(path).read_bytes()
     except OSError:
         return None
+def opens(path):
+    try:
+        return os.open(path, os.O_RDWR) >= 0
+    except OSError:
+        return False
 def writes(fd):
     try:
         return os.write(fd, b'{"reward": 1}')
@@ -166,7 +170,14 @@ seen = {
         for method in ("POST", "GET")
     ],
     "other": http(f"/{'0' * 32}/v1/chat/completions"),
-    "files": [path for path in ("/tests", "/solution", "/logs/verifier", TASKS, "/proc/1/environ") if reads(path)],
+    "files": [path for path in ("/tests", "/solution", "/logs/verifier", TASKS) if reads(path)],
+    "processes": [
+        path
+        for pid in (1, 2)
+        for path in (f"/proc/{pid}/environ", f"/proc/{pid}/fd", f"/proc/{pid}/mem", f"/proc/{pid}/root")
+        if os.access(f"/proc/{pid}", os.F_OK) is False or reads(path) is not None or opens(path)
+    ],
+    "others": [name for name in os.listdir("/proc") if name.isdigit() and int(name) > 100],
     "reward": [writes(fd) for fd in (3, 4, 5)],
     "secrets": [name for name in os.environ if "TOKEN" in name],
 }
@@ -178,6 +189,7 @@ import json
 seen = json.load(open('/app/seen.json'))
 held = not (seen['host'] or seen['elsewhere'] or seen['downloads'])
 held &= set(seen['routes']) == {404} and seen['other'] == 404 and not seen['files'] + seen['secrets']
+held &= not seen['processes'] + seen['others']
 held &= seen['reward'] == [None] * 3
 json.dump({'reward': 0.25 if held else 0}, open('/logs/verifier/reward.json', 'w'))"
 """
@@ -215,6 +227,45 @@ async def test_a_preset_runs_in_the_box_and_is_wrong_over_a_limit(
     assert (right.result.reward, right.turns) == (1.0, 1)
     over = await play(VALUE, "preset:scripted", ["more"])
     assert (over.result.status, over.turns, over.is_correct) == (RewardStatus.OVER_LIMIT, 4, False)
+
+
+@pytest.mark.parametrize("harness", REAL)
+async def test_a_real_program_solves_a_task_in_its_box_with_the_default_limits(play: Play, harness: Harness) -> None:
+    settings = LIMITS.model_copy(update={"max_new_tokens": 600})
+    says = [shell(harness, "printf 'red\\ngreen\\nblue\\n' > rainbow.txt"), last_turn(harness, "Done.")]
+    sample = await play(Path("tasks/make-file"), f"preset:{harness.name}", says, settings=settings)
+    assert (sample.result.reward, sample.turns) == (1.0, 2)
+    print(f"{harness.name} {harness.version}: {sample.seconds:.1f} s in a box")
+
+
+TAKES = "import time\nmemory = b'x' * 2**30\ntime.sleep(3600)\n"
+"""A program of 1 GB, which CODE_MEMORY_MB does not allow."""
+
+
+async def test_too_much_memory_ends_a_command_of_the_program_and_the_program_itself_has_no_reward(play: Play) -> None:
+    assert (await play(VALUE, AGENT, [f'python3 -c "{TAKES}"; echo 7 > value.txt'])).result.reward == 1.0
+    write_agent(f"{ASKS}\nask()\n{TAKES}")
+    with pytest.raises(AgentFailedError, match="CODE_MEMORY_MB, which is 512"):
+        await play(VALUE, AGENT, ["?"])
+
+
+@pytest.fixture
+def refuses_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bubblewrap refuses a /proc, as in a container whose own one is covered in part."""
+    program = tmp_path / "bin/bwrap"
+    program.parent.mkdir()
+    refuse = "*' --proc '*) echo \"bwrap: Can't mount proc on /newroot/proc\" >&2; exit 1 ;;"
+    program.write_text(f'#!/bin/sh\ncase " $* " in {refuse} esac\nexec {shutil.which("bwrap")} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+async def test_without_a_proc_programs_play_and_one_that_gets_no_answer_is_told_of_it(
+    refuses_proc: None, play: Play
+) -> None:
+    assert (await play(VALUE, AGENT, ["test -e /proc/self || echo 7 > value.txt"])).result.reward == 1.0
+    with pytest.raises(AgentFailedError, match=r"has no /proc \(.*mount proc"):
+        await play(VALUE, "cat /proc/self/environ", [])
 
 
 FAILS = {

@@ -70,6 +70,19 @@ async def test_files_are_kept_between_calls_and_a_program_sees_no_others(box: Bo
     assert "grpo-outside" not in os.listdir("/tmp")
 
 
+async def test_where_memory_is_what_programs_use_they_may_reserve_more_and_the_newest_are_killed(box: Box) -> None:
+    limits = LIMITS._replace(memory_mb=128, is_resident=True)
+    reserve = "import mmap; mmap.mmap(-1, 2**36, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)"
+    assert (await box.exec([SCRIPT_PYTHON, "-c", reserve], limits=limits)).outcome is Outcome.OK
+    take = "memory = b'x' * 2**29; import time; time.sleep(3600)"
+    inner = await box.exec(["sh", "-c", f'{SCRIPT_PYTHON} -c "{take}"; echo $?'], limits=limits)
+    assert (inner.outcome, inner.stdout) == (Outcome.OK, b"137\n")
+    assert (await box.exec([SCRIPT_PYTHON, "-c", take], limits=limits)).outcome is Outcome.MEMORY
+    # A program may end with any code, or kill itself.
+    for command, outcome in (("exit 77", Outcome.FAILED), ("kill -9 $$", Outcome.FAILED)):
+        assert (await box.exec(["sh", "-c", command], limits=limits)).outcome is outcome
+
+
 async def test_files_move_to_another_box_where_answers_read_them_and_write_none(
     box: Box, interpreter: Interpreter
 ) -> None:
