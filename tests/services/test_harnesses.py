@@ -66,11 +66,11 @@ def ask():
 def scripted(tmp_path: Path, code: str, **fields: Any) -> Harness:
     """A harness in Python that asks the model by ``ask()``, and whose output is the answer."""
     program = tmp_path / "harness"
-    program.write_text(f"#!{sys.executable} -S\n{ASKS}{code}")
-    program.chmod(0o755)
+    program.write_text(f"{ASKS}{code}")
+    command = shlex.join([sys.executable, "-S", str(program)])
     return Harness.of(
         "scripted",
-        f"URL=$url KEY=$key SIZES='$context $output $turns' {shlex.quote(str(program))} $task",
+        f"URL=$url KEY=$key SIZES='$context $output $turns' {command} $task",
         package="scripted",
         version="1.0.0",
         memory_mb=0,
