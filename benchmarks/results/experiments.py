@@ -309,7 +309,7 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
     ],
     "batch": [
         *(run for rate in RISING[:2] for run in runs(f"learning rate {rate}", at(rate), range(5), batches(2560))),
-        *(run for rate in ("2e-5", "8e-5") for run in runs(f"demo, {rate}", at(rate, DEMO), range(5), batches(1280))),
+        *runs("demo", DEMO, range(5), batches(1280)),
     ],
     "methods": [
         *runs("tiny, choice of rates", TINY, range(100, 102), TRIED),
