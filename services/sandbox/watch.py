@@ -22,6 +22,8 @@ from services.sandbox.kernel import Limits, adopt_orphans, look_as
 TICK_SECONDS = 0.05
 DISK_TICKS = 5
 """Ticks between two measurements of a directory on a disk."""
+HIDDEN_LOOKS = 4
+"""Looks at the disk, a second of them, at which a process may hide its files: on a busy machine it starts so slowly."""
 _PROC = 9
 """The file descriptor of the machine's /proc with which a box is started."""
 _INODE_BYTES, _PATH_LENGTH = 4096, 1024
@@ -134,6 +136,8 @@ class Run:
         """Processor seconds that each process had itself when it was last seen."""
         self._resident: dict[str, int] = {}
         """Bytes in memory of each process that runs, parents before their children."""
+        self._hidden = 0
+        """Looks in a row at which a process hid its files, as each does while it starts."""
         self._was_short = False
         """True once a process was killed because they had too much memory."""
 
@@ -315,7 +319,11 @@ class Run:
     def _fills(self, directory: str) -> bool:
         """Return whether the files of the box take more than they may, or take it so that nobody can tell how much."""
         most = self._limits.disk_mb * 2**20
-        total, waiting = _unnamed_bytes(directory, most), [directory]
+        total, hides = _unnamed_bytes(directory, most)
+        self._hidden = self._hidden + 1 if hides else 0
+        if self._hidden > HIDDEN_LOOKS:
+            return True
+        waiting = [directory]
         while waiting and total <= most:
             if len(folder := waiting.pop()) > _PATH_LENGTH:
                 return True
@@ -355,9 +363,13 @@ class Run:
         }
 
 
-def _unnamed_bytes(directory: str, most: int) -> int:
-    """Return what files of a directory take that have no name any more, because a thread has them open or mapped."""
+def _unnamed_bytes(directory: str, most: int) -> tuple[int, bool]:
+    """Return what files of a directory take that have no name any more, because a thread has them open or mapped.
+
+    The second value is True where a thread hides them.
+    """
     sizes: dict[int, int] = {}
+    hides = False
     mapped: set[int] = set()
     place = f" {os.path.realpath(directory)}/"
     look_as(os.stat(directory).st_uid)
@@ -372,10 +384,10 @@ def _unnamed_bytes(directory: str, most: int) -> int:
                         if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
                             sizes[found.st_ino] = found.st_blocks * 512
         except PermissionError:  # It hides them, by a program that its user may execute and not read.
-            sizes[-1] = most + 1
+            hides = True
     look_as(os.geteuid())
     # Nothing tells the size of one that is mapped only.
-    return sum(sizes.values()) + len(mapped - sizes.keys()) * most // 4
+    return sum(sizes.values()) + len(mapped - sizes.keys()) * most // 4, hides
 
 
 def remove(directory: str) -> None:

@@ -153,6 +153,7 @@ def test_a_plan_says_when_a_step_trains_and_why_it_waits(
     assert shown["a step trains"].startswith(told)
 
 
+@pytest.mark.slow
 def test_processes_of_their_own_read_the_rows_and_estimate_the_memory(tmp_path: Path, tiny_model: Path) -> None:
     """As users have it: each module in the environment of its node. The other tests run them in this process."""
     write(tmp_path / "sums.jsonl", [{"question": f"{a}+1=", "answer": a + 1} for a in range(90)])
