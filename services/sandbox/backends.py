@@ -174,7 +174,7 @@ class Layout:
     keeps_modes: bool = False
     """Whether programs may not change the modes of their files, either."""
     has_processes: bool = False
-    """Whether the box has /proc, with its own processes."""
+    """True if the box has /proc, with its own processes."""
 
 
 def is_open(path: str) -> bool:

@@ -5,26 +5,21 @@ Prints an object a pair: the adapted layers whose adapters SGLang does not compu
 
 from __future__ import annotations
 
-import json
-import logging
-import multiprocessing
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from load_published import build
+from load_published import build, show_each
 from safetensors import safe_open
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import get_normalized_target_modules
-from sglang.srt.models.registry import ModelRegistry
 
 RANK, TARGETS = int(sys.argv[1]), set(sys.argv[2].split(","))
 
 
-def left_out(directory: Path, adapter: Path) -> list[str]:
+def left_out(directory: Path, adapter: Path) -> dict[str, list[str]]:
     """Return the layers of an adapter that are not in the memory from which SGLang computes."""
     options = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS, "max_loras_per_batch": 2}
     model, config, args, load = build(directory, **options, lora_backend="torch_native")
@@ -54,23 +49,8 @@ def left_out(directory: Path, adapter: Path) -> list[str]:
         assert number is not None
         return bool(pool.A_buffer[target][int(number[1])][slot].any())
 
-    return [layer for layer in layers if not is_there(layer)]
-
-
-def show(directory: str, adapter: str) -> None:
-    """Print the outcome of an adapter."""
-    found: dict[str, Any]
-    try:
-        found = {"left_out": left_out(Path(directory), Path(adapter))}
-    except Exception as error:  # noqa: BLE001  # The outcome says what SGLang refuses.
-        found = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found), flush=True)
+    return {"left_out": [layer for layer in layers if not is_there(layer)]}
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    ModelRegistry.get_supported_archs()  # imports all models, which takes longer than all loads
-    for pair in zip(sys.argv[3::2], sys.argv[4::2], strict=True):
-        process = multiprocessing.get_context("fork").Process(target=show, args=pair)
-        process.start()
-        process.join()
+    show_each(left_out, zip(sys.argv[3::2], sys.argv[4::2], strict=True))

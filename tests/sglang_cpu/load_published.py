@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import socket
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,19 +99,23 @@ def outcome(directory: Path) -> dict[str, Any]:
     }
 
 
-def show(directory: str) -> None:
-    """Print the outcome of a directory."""
-    try:
-        found = outcome(Path(directory))
-    except Exception as error:  # noqa: BLE001  # The outcome says what SGLang refuses.
-        found = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found), flush=True)
+def show_each(outcome: Callable[..., dict[str, Any]], calls: Iterable[Sequence[str]]) -> None:
+    """Print the outcome of each call, or SGLang's error; each has a process of its own."""
+
+    def show(*paths: str) -> None:
+        try:
+            found = outcome(*map(Path, paths))
+        except Exception as error:  # noqa: BLE001  # The outcome says what SGLang refuses.
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(found), flush=True)
+
+    logging.disable(logging.WARNING)
+    ModelRegistry.get_supported_archs()  # imports all models, which takes longer than all loads
+    for paths in calls:
+        process = multiprocessing.get_context("fork").Process(target=show, args=paths)
+        process.start()
+        process.join()
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    ModelRegistry.get_supported_archs()  # imports all models, which takes longer than all loads
-    for each in sys.argv[1:]:
-        process = multiprocessing.get_context("fork").Process(target=show, args=(each,))
-        process.start()
-        process.join()
+    show_each(outcome, [(directory,) for directory in sys.argv[1:]])

@@ -43,7 +43,7 @@ def running(
         shell = psutil.Process(process.pid)
 
         def is_begun() -> bool:
-            """Whether the shell's child is the program, and no longer the shell's copy."""
+            """Return whether the shell's child is the program, and no longer the shell's copy."""
             with suppress(psutil.NoSuchProcess):
                 return any(child.cmdline()[1:] == ["-m", module] for child in shell.children())
             return False
