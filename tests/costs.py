@@ -150,11 +150,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped or others:
         terminalreporter.section("skipped")
         counts = [f"{len(tests)} for lack of {program}" for program, tests in skipped.items()]
-        packages = (
-            f"; apt-get install {' '.join(PROGRAMS[program] for program in PROGRAMS if program in skipped)}"
-            if skipped
-            else ""
-        )
+        packages = " ".join(PROGRAMS[program] for program in PROGRAMS if program in skipped)
         rest = [f"{len(others)} for other reasons, which -rs shows"] if others else []
         terminalreporter.write_line(", ".join(counts + rest) + (f"; apt-get install {packages}" if packages else ""))
 

@@ -23,7 +23,7 @@ from tests.ports import free_port
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of a run that this process runs."""
-    monkeypatch.setattr(components, "QUESTION_SECONDS", 0.3)
+    monkeypatch.setattr(components, "QUESTION_SECONDS", 3.0)
     for task in ("ppo-trainer", "reward-server"):
         (tmp_path / "logs").mkdir(exist_ok=True)
         (tmp_path / f"logs/{task}-0.log").write_text("")

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,19 @@ def example(truth: str = "42") -> Example:
 
 async def answer(command: str, task: Example | None = None, seconds: float = IDLE_SECONDS) -> float | None:
     return await play(Program(command), task or example(), seconds, **ENDPOINT)
+
+
+async def answer_late(command: str, is_ready: Callable[[], bool]) -> None:
+    """Play a program whose time begins to pass once it ``is_ready``."""
+    started, stood = time.monotonic(), 0.0
+
+    async def waited() -> float:
+        nonlocal stood
+        if not is_ready():
+            stood = time.monotonic() - started
+        return stood
+
+    await play(Program(command), example(), 0.3, waited=waited, **ENDPOINT)
 
 
 def is_running(pid: int) -> bool:
@@ -174,21 +189,23 @@ async def test_the_deadline_ends_every_process_of_a_program(monkeypatch: pytest.
         echo $$ >> {pids}
         (trap '' TERM; sh -c 'echo $$ >> {pids}; sleep 600; sleep 600') &
         echo so far
+        echo done >> {pids}
         sleep 600
     """
-    with pytest.raises(AgentFailedError, match=r"took more than 2 s; its output ends with 'so far") as failed:
-        await answer(command, seconds=2)
+    with pytest.raises(AgentFailedError, match=r"took more than 0.3 s; its output ends with 'so far") as failed:
+        await answer_late(command, lambda: pids.exists() and len(pids.read_text().split()) == 3)
     assert failed.value.reason == "timeout"
-    found = [int(pid) for pid in pids.read_text().split()]
+    found = [int(word) for word in pids.read_text().split() if word != "done"]
     assert len(found) == 2
     wait_until(lambda: not any(map(is_running, found)), "the end of the program's processes")
 
 
 async def test_a_program_may_clean_up_when_its_deadline_comes(tmp_path: Path) -> None:
-    done = tmp_path / "done"
+    begun, done = tmp_path / "begun", tmp_path / "done"
     code = f"import signal, time, sys; signal.signal(15, lambda *_: sys.exit(open({str(done)!r}, 'w').close())); "
+    code += f"open({str(begun)!r}, 'w').close(); time.sleep(600)"
     with pytest.raises(AgentFailedError):
-        await answer(f'{shlex.quote(sys.executable)} -S -c "{code} print(1, flush=True); time.sleep(600)"', seconds=3)
+        await answer_late(f'{shlex.quote(sys.executable)} -S -c "{code}"', begun.exists)
     assert done.exists()
 
 

@@ -243,7 +243,7 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
     def are_closed() -> bool:
         return odd_environments.Holding.held == held
 
-    async with serving(app(environment=HOLDING, environment_step_seconds=2)) as client:
+    async with serving(app(environment=HOLDING, environment_step_seconds=5)) as client:
         for seed, said in ((0, "no world today"), (2, "gave None")):
             failed = await client.post("/reset", json={"seed": seed, "episodes": 2, "request_id": str(seed)})
             assert (failed.status_code, said in failed.json()["detail"]) == (422, True), failed.text

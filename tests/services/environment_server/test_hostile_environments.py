@@ -69,7 +69,7 @@ async def test_an_environment_that_would_end_its_server_where_it_is_made_is_refu
 
 
 async def test_a_coroutine_that_blocks_costs_its_episode_only(serving: Any, app: Any) -> None:
-    async with serving(app(environment=HOSTILE, environment_step_seconds=1)) as client:
+    async with serving(app(environment=HOSTILE, environment_step_seconds=4)) as client:
         waits, blocks, follows, later = await ids(client, 4)
         taking = asyncio.create_task(take(client, (waits, 0, "wait 0.1"), (blocks, 0, "task block"), (follows, 0, "a")))
         await eventually(HANGING.is_set, "the step blocks")
@@ -102,7 +102,7 @@ async def test_steps_that_wait_outlive_a_coroutine_that_blocks_for_a_while(servi
 
 
 async def test_a_coroutine_that_cannot_be_cancelled_costs_its_episode_only(serving: Any, app: Any) -> None:
-    async with serving(app(environment=HOSTILE, environment_step_seconds=0.5)) as client:
+    async with serving(app(environment=HOSTILE, environment_step_seconds=3)) as client:
         deaf, late, good = await ids(client, 3)
         results = await take(client, (deaf, 0, "deaf 30"), (late, 0, "wait 30"), (good, 0, "a"))
         assert [result["status"] for result in results] == ["lost", "lost", "running"]
@@ -117,7 +117,7 @@ async def test_too_many_coroutines_that_block_make_the_server_unhealthy(
 ) -> None:
     for module in (app_module, episodes):
         monkeypatch.setattr(module, "MAX_STUCK", 1)
-    async with serving(app(environment=HOSTILE, environment_step_seconds=0.5)) as client:
+    async with serving(app(environment=HOSTILE, environment_step_seconds=3)) as client:
         first, second = await ids(client, 2)
         await take(client, (first, 0, "step block"))
         assert (await client.get("/health")).status_code == 200

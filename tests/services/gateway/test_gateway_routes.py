@@ -181,7 +181,7 @@ async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: St
         path = await running.open()
         running.engine.troubles = [422]
         assert error_of(await running.client.post(path, json={"messages": HELLO}))[0] == 400
-        path = await running.open("late", deadline_seconds=2)
+        path = await running.open("late", deadline_seconds=5)
         assert (await running.client.get("/sessions/late")).json()["called"] is False
         running.engine.troubles = [503] * 100
         refused = await running.client.post(path, json={"messages": HELLO})
@@ -189,7 +189,7 @@ async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: St
         assert "503" in refused.json()["error"]["message"]
         state = (await running.client.get("/sessions/late")).json()
         assert (state["called"], state["refused"]) == (True, "deadline_seconds")
-        assert state["waited_seconds"] >= 1.9, "the whole time that the call waited"
+        assert state["waited_seconds"] >= 3, "the whole time that the call waited"
 
 
 async def test_a_session_says_how_long_its_calls_have_waited(gateway: StartGateway) -> None:
