@@ -313,21 +313,16 @@ def check_adapters(
     from services.engines.engine import choose_engine
     from services.engines.placement import read_config
     from services.engines.settings import EngineKind
-    from trainer.model.families import FAMILIES
+    from trainer.model.families import check_sglang_lora
 
     assert isinstance(engines.settings, RolloutSettings)
     n_gpus = engines.task.gpus_per_node if run is None else len(gpus_of(run, engines.task, 0))
     if choose_engine(engines.settings, n_gpus).kind is not EngineKind.SGLANG:
         return []
     kind = (config or read_config(trainer.model_name) or {}).get("model_type")
-    loads = [family.sglang_lora for family in FAMILIES if family.kind == kind]
-    if not all(loads):
-        raise ConfigurationError(
-            f"LORA_RANK is {trainer.lora_rank}, but SGLang does not load adapters of model type {kind!r} "
-            "(docs/models.md); unset LORA_RANK, or set ROLLOUT_ENGINE=embedded"
-        )
+    is_tried = check_sglang_lora(kind, trainer.lora_rank)
     untried = f"LORA_RANK is {trainer.lora_rank}, and nobody has loaded adapters of model type {kind!r} in SGLang"
-    return [untried] if kind is not None and not loads else []
+    return [untried] if kind is not None and not is_tried else []
 
 
 def check_before_rows(run: LocalRun, loaded: Sequence[Loaded]) -> None:

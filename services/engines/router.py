@@ -80,19 +80,23 @@ class Worker(BaseModel):
     """The router sends requests to it."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def kind(self) -> str:
+        """The kind of its engine; that which has an entry of its own in the router, if it does not say."""
+        return str(self.metadata.get(ENGINE_LABEL, ROUTED.kind))
+
     def engine(self, token: str | None, *, timeout: float) -> Engine:
         """Return the worker's engine.
 
         Raises:
             DependencyLostError: this version of the project does not know its kind.
         """
-        kind = self.metadata.get(ENGINE_LABEL, ROUTED.kind)
-        if kind not in ENGINES:
+        if self.kind not in ENGINES:
             raise DependencyLostError(
-                f"worker {self.url} is an engine {kind!r}, which is none of {', '.join(ENGINES)}; does the "
+                f"worker {self.url} is an engine {self.kind!r}, which is none of {', '.join(ENGINES)}; does the "
                 "rollout-server run another version of this project?"
             )
-        return ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
+        return ENGINES[EngineKind(self.kind)](self.url, token, timeout=timeout)
 
 
 class _Workers(BaseModel):

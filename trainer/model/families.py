@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from services.core.errors import ConfigurationError
+
 _STEPS = "steps"
 _JOB = "whole runs"
 _KILLED = f"{_JOB}, one killed"
@@ -86,3 +88,18 @@ FAMILIES = (
     Family("StarCoder 2", "starcoder2", sglang_lora=False),
     Family("GPT-2", "gpt2", ran=_KILLED, has_adapters=False),
 )
+
+
+def check_sglang_lora(kind: str | None, lora_rank: int) -> bool:
+    """Return whether SGLang computes with adapters of a ``model_type``; False if nobody has tried.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    computes = [family.sglang_lora for family in FAMILIES if family.kind == kind]
+    if not all(computes):
+        raise ConfigurationError(
+            f"LORA_RANK is {lora_rank}, but SGLang does not load adapters of model type {kind!r} (docs/models.md); "
+            "unset LORA_RANK, or set ROLLOUT_ENGINE=embedded"
+        )
+    return bool(computes)

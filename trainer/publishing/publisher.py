@@ -26,10 +26,12 @@ from services.core.tasks import ServiceThread, in_background
 from services.engines.engine import Delivery, Engine, Requests, WorkerRefusedError, from_directory
 from services.engines.proof import UnprovenError, Verdict
 from services.engines.router import NCCL_LABEL, RouterAdmin, Worker
+from services.engines.settings import EngineKind
 from services.weights.policy_store import ADAPTER_NAME
 from trainer.capacity.seconds import WEIGHT_BYTES, publish_seconds
 from trainer.capacity.shape import ModelShape
 from trainer.config import TrainerSettings, Transport
+from trainer.model.families import check_sglang_lora
 from trainer.publishing.broadcast import MOST_UNFORMED, Broadcaster, Outcome
 from trainer.publishing.proof import Prover
 from trainer.publishing.writer import PUBLISH_SECONDS, REMEDY, VersionWriter
@@ -215,9 +217,12 @@ class Publisher:
         Raises:
             VersionGoneError: fewer than MIN_WORKERS serve the version, and the volume has lost it.
             DependencyLostError: fewer than MIN_WORKERS serve the version, even after PUBLISH_SECONDS more.
-            ConfigurationError: no worker has proven the version, or one has failed twice.
+            ConfigurationError: no worker has proven the version, or one has failed twice, or does not compute with
+                such adapters.
         """
         workers = await self.registered_workers(version)
+        if self.settings.lora_rank and any(worker.kind == EngineKind.SGLANG for worker in workers):
+            check_sglang_lora(self.writer.policy.config.model_type, self.settings.lora_rank)
         check = None if self.settings.lora_rank else partial(self.prover.check_weights, version)
         # A worker that does not answer is not updated either, and one that a dead trainer has paused answers later.
         with contextlib.suppress(TimeoutError):

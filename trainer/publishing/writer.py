@@ -40,9 +40,9 @@ from services.core.machine import (
     release_memory,
     remove_memory,
 )
-from services.engines.engine import ROUTED, Delivery, Engine
+from services.engines.engine import Delivery, Engine
 from services.engines.proof import COMPARED, Evidence, remember
-from services.engines.router import ENGINE_LABEL, GPUS_LABEL, Worker
+from services.engines.router import GPUS_LABEL, Worker
 from services.engines.settings import EngineKind
 from services.weights.broadcast_group import flattened
 from services.weights.digests import published_digests
@@ -385,7 +385,7 @@ class GpuBuckets:
         found = {}
         for worker in workers:
             names = worker.metadata.get(GPUS_LABEL)
-            if not names and worker.metadata.get(ENGINE_LABEL, ROUTED.kind) == EngineKind.SGLANG:
+            if not names and worker.kind == EngineKind.SGLANG:
                 raise ConfigurationError(
                     f"PUBLISH_TRANSPORT=local, but worker {worker.url} is SGLang with pipeline or data parallelism "
                     f"(SGLANG_EXTRA_FLAGS), or without a GPU, and takes no weights from the trainer's GPUs; {REMEDY}"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.machine import memory_directory, memory_of_run
 from services.core.tasks import InterruptedCallError, ServiceThread
-from services.engines.router import Worker
+from services.engines.router import ENGINE_LABEL, Worker
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service, name_router
 from tests.trainer.rank_jobs import change, make_learner
@@ -51,7 +51,9 @@ def alone() -> Iterator[tuple[Ranks, ServiceThread]]:
         yield ranks, thread
 
 
-def make(directory: Path, alone: tuple[Ranks, ServiceThread], transport: Transport = Transport.DISK) -> Publisher:
+def make(
+    directory: Path, alone: tuple[Ranks, ServiceThread], transport: Transport = Transport.DISK, lora_rank: int = 0
+) -> Publisher:
     model = save_model(directory / "model", FAMILIES["qwen2"])
     settings = TrainerSettings.load(
         model_name=str(model),
@@ -59,6 +61,7 @@ def make(directory: Path, alone: tuple[Ranks, ServiceThread], transport: Transpo
         run_id="r",
         compute_type="float32",
         publish_transport=transport,
+        lora_rank=lora_rank,
     )
     return Publisher(settings, alone[1], VersionWriter(settings, load_policy(settings, alone[0]), alone[0]))
 
@@ -122,6 +125,18 @@ def test_a_version_that_is_deleted_before_workers_have_it_is_written_again(
         assert publisher.publish(1)["workers"] == 1
     assert volume.served == 1
     assert publisher.writer.store.path(1).is_dir()
+
+
+def test_adapters_that_sglang_does_not_compute_with_end_a_run_before_its_first_step(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone, lora_rank=2)
+    monkeypatch.setattr(publisher.writer.policy.config, "model_type", "lfm2")
+    worker = {"id": "w", "url": "http://127.0.0.1:1", "is_healthy": True, "metadata": {ENGINE_LABEL: "sglang"}}
+    with fake_service({"GET /workers": lambda _: {"workers": [worker]}}) as router:
+        name_router(router, monkeypatch)
+        with pytest.raises(ConfigurationError, match=r"LORA_RANK is 2, but SGLang .* 'lfm2'"):
+            publisher.publish(0)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
