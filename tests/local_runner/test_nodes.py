@@ -289,3 +289,22 @@ def test_the_trainer_learns_whether_engines_have_gpus_of_their_own(gpus: tuple[s
     assert nodes.tiers_have_own_gpus(run) is apart
     with mock.patch.dict(os.environ, nodes.node_environment(run, tasks[1], 0)):
         assert endpoints.tiers_are_apart() is apart
+
+
+def test_a_node_answers_where_its_health_is_and_other_ranks_of_the_trainer_nowhere():
+    ports = {"ppo-trainer": 8004, "rollout-server": 30000, "reward-server": 8002}
+    listed = {f"{task}-{rank}:{port}": f"h:{rank}" for task, port in ports.items() for rank in (0, 1)}
+    listed["rollout-server-1:30001"] = "engine:1"
+    found = {node: nodes.health_address(listed, node) for node in listed_nodes(ports)}
+    assert found == {
+        "ppo-trainer-0": "h:0",
+        "ppo-trainer-1": None,
+        "rollout-server-0": "h:0",
+        "rollout-server-1": "engine:1",
+        "reward-server-0": "h:0",
+        "reward-server-1": "h:1",
+    }
+
+
+def listed_nodes(tasks):
+    return [f"{task}-{rank}" for task in tasks for rank in (0, 1)]

@@ -127,3 +127,5 @@ def test_the_over_limit_reward_decides_whether_a_group_has_a_signal() -> None:
 
 def test_a_group_always_teaches_where_a_role_is_its_baseline() -> None:
     assert has_signal(game(0, (0, 1.0)), TrainerSettings.load(advantage="rae", rollout="environment"))
+    masked = make_group(sequences=[trained_sequence([1], [0.0], loss_mask=[False])])
+    assert not has_signal(masked, TrainerSettings.load(advantage="reinforce"))

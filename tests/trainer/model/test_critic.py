@@ -20,9 +20,12 @@ from tests.trainer import rank_jobs
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.tiny import plain_model, random_groups
 from trainer.algorithm.packing import TrainingGroup
+from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.model.critic import CriticLearner
+from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
+from trainer.rank_calls import update_models
 
 BOTH = pytest.mark.parametrize("kind", ["own", "shared"])
 
@@ -209,3 +212,15 @@ def test_what_is_saved_loads_as_a_token_classifier_with_the_same_values(
     with torch.no_grad():
         for row, expected in zip(critic.values(groups)[0], plain_values(loaded.model, head, groups[0]), strict=True):
             assert row == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_that_is_not_trained_has_no_critic(alone: Ranks, model: Path) -> None:
+    settings = TrainerSettings.load(model_name=str(model), advantage="gae", critic="shared", compute_type="float32")
+    heads = [load_policy(settings, alone, trainable=trainable).value_head for trainable in (True, False)]
+    assert [head is not None for head in heads] == [True, False]
+
+
+def test_the_policy_moves_from_the_first_step_after_the_warm_up(alone: Ranks, model: Path) -> None:
+    critic = make_critic(alone, model, "shared", critic_warmup_steps=1)
+    results = [update_models(critic.learner, critic, with_targets(critic, rewarded()), step, step) for step in (0, 1)]
+    assert ["grad_norm" in result.metrics for result in results] == [False, True]

@@ -13,7 +13,8 @@ from tests.sequences import trained_sequence
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes
 from trainer.algorithm.attention_layout import runs
 from trainer.algorithm.packing import TrainingGroup, pack
-from trainer.model.micro_batching import KEYS_PER_TOKEN, share_out
+from trainer.model.micro_batching import KEYS_PER_TOKEN, make_part, share_out
+from trainer.model.ranks import join_ranks
 
 
 def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
@@ -140,3 +141,10 @@ def test_a_tree_is_cut_for_idle_ranks_so_that_their_parts_are_alike() -> None:
     shares = share_out([tree_of(turns=4, episodes=8)], 2, 10_000)
     loads = [sum(piece.tokens for pieces in batches for piece in pieces) for batches in shares]
     assert max(loads) / min(loads) < 1.1
+
+
+def test_a_group_without_a_trained_token_counts_in_no_denominator() -> None:
+    masked = TrainingGroup([0], [trained_sequence([7], [0.0], loss_mask=[False])])
+    with join_ranks() as ranks:
+        part = make_part([group_of(1, [2, 1]), masked], [masked], 100, ranks)
+        assert (part.size.groups, part.size.sequences, part.size.tokens, part.micro_batches) == (1, 2, 3, [])
