@@ -18,7 +18,11 @@ from toys.arithmetic import SIZES, make
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 STEPS = 32
-OTHERWISE = {"granitemoehybrid": {"mamba_n_heads": 12}, "qwen3_moe": {"layer_types": None}}
+OTHERWISE = {
+    "cohere": {"logit_scale": 0.3},
+    "granitemoehybrid": {"mamba_n_heads": 12},
+    "qwen3_moe": {"layer_types": None},
+}
 """Options of models that learn, which are three times as wide as the tiny ones, and sample while they are made."""
 IN_TEST_ALL = ("gpt_oss", "lfm2")
 """Windows, sinks and experts; short convolutions."""
