@@ -38,8 +38,8 @@ log = get_logger(__name__)
 
 _TOWER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 """Begins the names of a text model's tensors in a checkpoint that has other modalities, too."""
-_CACHES = ("past_key_values", "cache_params")
-"""The names under which forward passes take and return a cache."""
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""The names under which forward passes take and return a cache: of transformers from 5.24 on, and before."""
 PROBED = 8
 """Tokens of the check whether decoding continues a text."""
 JOINED = 9
