@@ -112,8 +112,7 @@ class OpenAIEngine(HttpClient):
             except RequestRefusedError as error:
                 if not self._adapt_to(error):
                     raise ConfigurationError(
-                        f"{error}; give the base URL of an OpenAI-compatible server, its --model, and by --api-key-env "
-                        "the variable with its key"
+                        f"{error}; give the base URL of an OpenAI-compatible server, its --model and --api-key-env"
                     ) from error
         self._parse(reply)
 
@@ -176,9 +175,8 @@ class OpenAIEngine(HttpClient):
         except (json.JSONDecodeError, KeyError, TypeError):
             return
         if listed and self.model not in listed:
-            raise ConfigurationError(
-                f"{self.url} has no model {self.model!r}, but {', '.join(listed)[:300]}; give --model"
-            )
+            has = ", ".join(listed)[:300]
+            raise ConfigurationError(f"{self.url} has no model {self.model!r}, but {has}; give --model")
 
     def _adapt_to(self, refusal: RequestRefusedError) -> bool:
         """Change the form of requests if the refusal asks for it; return whether it did."""
@@ -204,10 +202,9 @@ class OpenAIEngine(HttpClient):
             reply = _Reply.model_validate_json(response.content)
         except ValidationError as error:
             kind = response.headers.get("content-type", "no content type")
+            answer = f"{response.url} answered {response.status_code} with {kind}, which is not a completion"
             raise ConfigurationError(
-                f"{response.url} answered {response.status_code} with {kind}, which is not a completion: "
-                f"{response.text[:200]!r}; give --endpoint the base URL of an OpenAI-compatible server, such as "
-                "http://127.0.0.1:8000/v1"
+                f"{answer}: {response.text[:200]!r}; give a server's base URL, as --endpoint http://127.0.0.1:8000/v1"
             ) from error
         self.counts_tokens &= reply.usage is not None
         return reply

@@ -64,9 +64,7 @@ _LEFT_OUT = re.compile(r"no completion could be generated prompt_id=(\S+) reason
 
 
 def main(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="JOBGROUP", help="The job group's YAML; default: that of `grpo launch`.")
-    ] = None,
+    path: Annotated[Path | None, typer.Argument(metavar="JOBGROUP", help="Default: that of `grpo launch`.")] = None,
     model: Annotated[str | None, Option(help="A name on the hub, or a directory; no weights are read.")] = None,
     env: Env = None,
     env_file: EnvFiles = None,
@@ -242,9 +240,7 @@ class Rehearsal:
             if not any(found["reason"] in change for change in self.changes):
                 self.change(f"prompts such as {found[1]} have no answer: {found['reason']}")
         if any(IGNORES_TOOLS in line for line in _lines(run_dir / "logs" / "gateway-0.log")):
-            self.change(
-                f"{IGNORES_TOOLS}, so that {self.target} never sees them; give a model whose template has `tools`"
-            )
+            self.change(f"{IGNORES_TOOLS}, so that {self.target} never sees them; give a template that has `tools`")
 
 
 def _template_problems(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def test_pass_at_k_refuses_impossible_arguments(n, correct, k):
 
 def chance_of_a_right_majority(subset):
     """Return the chance when one of the answers with the most votes is drawn."""
-    votes = Counter(one.answer for one in subset if one.answer is not None)
+    votes = Counter(one.result.extracted for one in subset if one.result.extracted is not None)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())] if votes else []
     return winners.count(TRUTH) / len(winners) if winners else 0.0
 
