@@ -44,7 +44,7 @@ def locked_file(path: Path, option: str) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigurationError(f"another process writes to {path.parent}; give another {option}") from error
+            raise ConfigurationError(f"another process writes to {path.parent}; wait, or change {option}") from error
         yield file
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

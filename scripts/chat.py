@@ -30,7 +30,7 @@ CONTEXT_TOKENS = 8192
 
 def main(
     run: RunName = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; default: the run's.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer; default: the run's.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0: the likeliest token each time.")] = 0.0,
 ) -> None:
     """Talk to a run's model and to the model that it began as."""

@@ -58,7 +58,7 @@ def main(
     seed: Annotated[Number, Option(help="Of the sampling; default 0.")] = None,
     output: Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes.")] = None,
     env: Annotated[Texts, Option(help="NAME=VALUE for us and the servers. Repeatable.")] = None,
-    env_file: Annotated[list[Path] | None, Option(help="NAME=VALUE lines, such as a run's. Repeatable.")] = None,
+    env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines. Repeatable.")] = None,
 ) -> None:
     """Evaluate a checkpoint. Writes results.json and samples.jsonl."""
     raise typer.Exit(_evaluate(context.params))

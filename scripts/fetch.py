@@ -33,7 +33,7 @@ LAUNCH_OPTIONS = ("--yes", "--down", "--idle-minutes-to-autostop=30")
 
 def main(
     run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="The run's id.")],
-    what: Annotated[str, typer.Option(help="A directory of it: model, policy/v000012, checkpoints, `.`.")] = "model",
+    what: Annotated[str, typer.Option(help="model, policy/v000012, checkpoints, or `.` for all of it.")] = "model",
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/RUN_ID/WHAT.")] = None,
 ) -> None:
     """Copy what a run has made from a cluster's volume to this machine."""
