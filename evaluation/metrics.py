@@ -204,12 +204,7 @@ def majority_at_k(answers: Sequence[Sample], k: int) -> float:
 
     Samples are taken in blocks of k and the blocks averaged, which makes the estimate unbiased. Completions without an
     answer have no vote; between equally common answers the choice is drawn, so each counts with its probability.
-
-    Raises:
-        ValueError: there are fewer than k answers, or k is not positive.
     """
-    if not 1 <= k <= len(answers):
-        raise ValueError(f"maj@{k} cannot be estimated from {len(answers)} samples; needed is 1 <= k <= n")
     blocks = [answers[start : start + k] for start in range(0, len(answers) - k + 1, k)]
     return statistics.fmean(_majority(block) for block in blocks)
 

@@ -12,14 +12,14 @@ import yaml
 
 from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
-from scripts.launch.sizes import Tier, derive, parse_gpus
+from scripts.launch.sizes import Sizes, Tier, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.capacity.seconds import StepSeconds
-from trainer.capacity.shape import find_model
+from trainer.capacity.shape import Model, find_model
 from trainer.capacity.work import describe_layout
 from trainer.config import Mode, TrainerSettings
 
@@ -121,14 +121,13 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         "given": of_options | gpus | _variables(group, given),
     }
     changes = {key: value for part in by_source.values() for key, value in part.items()}
-    layout = f"layout of micro-batches: {describe_layout(trainer, model.shape)}"
     return Plan(
         name=_name(Path(model.name).name, file.stem, tiers),
         file=file,
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*adapters, *_left_behind(_named_paths(loaded)), layout, *_forecast(sizes.seconds, preset)],
+        notes=[*adapters, *_left_behind(_named_paths(loaded)), *_forecast(trainer, model, sizes, preset)],
     )
 
 
@@ -138,9 +137,10 @@ def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) 
     return is_faster and settings.mode is Mode.SYNC and not settings.dynamic_sampling_tries
 
 
-def _forecast(seconds: StepSeconds | None, preset: Mapping[str, str]) -> Iterator[str]:
-    """Yield the forecasts of a step in both modes, if there are any, and the option that undoes the preset."""
-    if seconds is not None:
+def _forecast(settings: TrainerSettings, model: Model, sizes: Sizes, preset: Mapping[str, str]) -> Iterator[str]:
+    """Yield the layout of micro-batches, and if it is known how long a step takes in both modes."""
+    yield f"layout of micro-batches: {describe_layout(settings, model.shape)}"
+    if (seconds := sizes.seconds) is not None:
         text = f"a step, by forecast: {seconds.synchronous:.1f} s synchronous"
         parts = f"generating {seconds.generate:.1f}, training {seconds.train:.1f}, publishing {seconds.publish:.1f}"
         undo = "; --env MODE=sync trains synchronously" if ASYNCHRONOUS.items() <= preset.items() else ""
