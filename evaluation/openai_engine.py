@@ -75,6 +75,7 @@ class OpenAIEngine(HttpClient):
         super().__init__(url, token=key, service="the endpoint", timeout=seconds, deadline=seconds)
         self.model = model
         self.is_chat = is_chat
+        self._path = "/chat/completions" if is_chat else "/completions"
         self.limit_name = LIMITS[0]
         self.takes_seeds = True
         self.neutral: Mapping[str, int] = NEUTRAL
@@ -144,10 +145,6 @@ class OpenAIEngine(HttpClient):
             policy_versions=np.zeros(tokens, np.int32),
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
         )
-
-    @property
-    def _path(self) -> str:
-        return "/chat/completions" if self.is_chat else "/completions"
 
     def _body(self, prompt: Prompt, params: SamplingParams, seed: int) -> dict[str, Any]:
         messages = [message.model_dump() for message in prompt.messages]
