@@ -201,7 +201,7 @@ class OpenAIEngine(HttpClient):
             kind = response.headers.get("content-type", "no content type")
             answer = f"{response.url} answered {response.status_code} with {kind}, which is not a completion"
             raise ConfigurationError(
-                f"{answer}: {response.text[:200]!r}; give a server's base URL, as --endpoint http://127.0.0.1:8000/v1"
+                f"{answer}: {response.text[:200]!r}; give --endpoint a base URL, such as http://127.0.0.1:8000/v1"
             ) from error
         self.counts_tokens &= reply.usage is not None
         return reply
