@@ -59,7 +59,7 @@ class EvaluationSettings(
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
         if too_large := [k for k in self.ks if k > self.eval_samples]:
             most = too_large[-1]
-            raise ValueError(f"k {most} of EVAL_K (--k) needs as many EVAL_SAMPLES (--samples), not {self.eval_samples}")
+            raise ValueError(f"k {most} (EVAL_K, --k) needs as many EVAL_SAMPLES (--samples), not {self.eval_samples}")
         return self
 
     @property
