@@ -269,8 +269,8 @@ def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
             continue
         is_below = Path(path).resolve() == (ROOT / path).resolve()
         if not is_below or any(fnmatch(Path(path).parts[0], pattern) for pattern in ignored):
-            remedy = f"put it below {ROOT}, in no directory of .skyignore, or on the volume, as in /shared/models/NAME"
-            yield f"caution: nodes do not get {variable}={path}, which SkyPilot does not upload; {remedy}"
+            uploads = f"SkyPilot uploads what is below {ROOT}, without what .skyignore names"
+            yield f"caution: nodes do not get {variable}={path}: {uploads}; put it there, or in /shared/models/NAME"
 
 
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> Changes:
