@@ -152,8 +152,8 @@ def launch(text: str, secrets: Mapping[str, str], say: Callable[[str], None]) ->
             else:
                 say(line.rstrip("\n"))
     if results is None:
-        ended = f"the log of job {job} ended with {log.returncode} and no results"
-        raise DependencyLostError(f"{ended}; if `sky jobs queue` still has it, first end it by sky jobs cancel {job}")
+        problem = f"the log of job {job} ended with {log.returncode} and no results"
+        raise DependencyLostError(f"{problem}; if `sky jobs queue` still has it, first end it by sky jobs cancel {job}")
     found: dict[str, Any] = results
     return found
 

@@ -103,8 +103,8 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
         policies, targets = await open_policies(stack, options.policies, info, options.at_once)
         _check_manifest(options, info, targets, policies)
         if options.is_single and (len(policies) > 1 or info.seats > 1):
-            given = f"{info.id} has {info.seats} seats, and --policies {', '.join(policies)}"
-            raise ConfigurationError(f"{given}; needed is one of each: grpo trajectories compares several")
+            problem = f"{info.id} has {info.seats} seats, and --policies {', '.join(policies)}"
+            raise ConfigurationError(f"{problem}; needed is one of each: grpo trajectories compares several")
         lineups = lineups_of(list(policies), info.seats)
         shards = list(shards_of(lineups, options.episodes, options.seed, options.shard_episodes))
         for shard in shards:
@@ -174,7 +174,7 @@ def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str
 
 
 def _results_alone(options: Options, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return the results of all files."""
+    """Return the results of all files of one policy."""
     episodes: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for shard in shards:

@@ -312,8 +312,8 @@ def check_adapters(
     kind = (config or read_config(trainer.model_name) or {}).get("model_type")
     loads = [family.sglang_lora for family in FAMILIES if family.kind == kind]
     if not all(loads):
-        no_adapters = f"SGLang does not load adapters of model type {kind!r} (docs/models.md)"
-        raise ConfigurationError(f"LORA_RANK: {no_adapters}; unset it, or set ROLLOUT_ENGINE=embedded")
+        problem = f"SGLang does not load adapters of model type {kind!r} (docs/models.md)"
+        raise ConfigurationError(f"LORA_RANK: {problem}; unset it, or set ROLLOUT_ENGINE=embedded")
     untried = f"LORA_RANK is {trainer.lora_rank}, and nobody has loaded adapters of model type {kind!r} in SGLang"
     return [untried] if kind is not None and not loads else []
 
@@ -500,8 +500,8 @@ def _check_program(command: str) -> None:
         return
     word = command.split()[0]
     if re.fullmatch(r"[\w./+-]+", word) and word not in _SHELL_WORDS and shutil.which(word) is None:
-        missing = f"AGENT_COMMAND {command!r}: no program {word} is on PATH or in {Path.cwd()}"
-        raise ConfigurationError(f"{missing}; install it, or give its path")
+        problem = f"AGENT_COMMAND {command!r}: no program {word} is on PATH or in {Path.cwd()}"
+        raise ConfigurationError(f"{problem}; install it, or give its path")
 
 
 def _failed_import(run: LocalRun, loaded: Loaded) -> Iterator[str]:

@@ -100,8 +100,8 @@ def read_launch(run_dir: Path) -> tuple[Launch, Path] | None:
         # A file that is not there is this project's, as it was for the run.
         read = [where / path if (where / path).exists() else path for path in files]
         if _open(env_files(read)) != content.pop("in_files"):
-            named = f"{', '.join(map(str, files))} in {where}"
-            raise ConfigurationError(f"{named} has other variables than when {run_dir.name} was started; restore it")
+            place = f"{', '.join(map(str, files))} in {where}"
+            raise ConfigurationError(f"{place} has other variables than when {run_dir.name} was started; restore it")
         return Launch(Path(content.pop("job_group")), env_files=files, **content), where
 
 

@@ -193,7 +193,7 @@ def _find_logs(run: Run, tasks: list[str]) -> list[Path]:
     for task in tasks:
         of_task = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
         if not of_task:
-            logs = f"{run.path / 'logs'} has no log of it: {', '.join(path.stem for path in paths) or 'none'}"
-            raise ConfigurationError(f"{task} is not a run, and {logs}; the newest runs: {newest()}")
+            problem = f"{run.path / 'logs'} has no log of it: {', '.join(path.stem for path in paths) or 'none'}"
+            raise ConfigurationError(f"{task} is not a run, and {problem}; the newest runs: {newest()}")
         chosen.update(of_task)
     return [path for path in paths if path in chosen or not tasks]

@@ -239,8 +239,8 @@ def _named(setting: str, function: Callable[..., Any], inputs: Path) -> str:
         return f"{function.__module__}:{name}"
     used = inspect.getclosurevars(function)
     if outside := sorted({**used.globals, **used.nonlocals}.keys() - {name}):
-        used_names = f"{setting} uses {', '.join(outside)} of this script"
-        raise TypeError(f"{used_names}; import or define that within {name}, or put the function into a module")
+        problem = f"{setting} uses {', '.join(outside)} of this script"
+        raise TypeError(f"{problem}; import or define that within {name}, or put the function into a module")
     source = textwrap.dedent(inspect.getsource(function))
     (inputs / f"given_{setting}.py").write_text(f"from __future__ import annotations\n\n{source}", "utf-8")
     return f"given_{setting}:{name}"

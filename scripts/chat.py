@@ -65,8 +65,8 @@ def models(run: Run) -> tuple[str, str]:
     result, start = run.path / "model", run.settings(Task.TRAINER).get("model_name")
     if not (result / CONFIG).is_file():
         there = [other.name for other in all_runs(run.path.parent) if (other.path / "model" / CONFIG).is_file()]
-        has_none = f"{run.path} has no model/, which a run writes at its end"
-        raise ConfigurationError(f"{has_none}; runs with a model: {', '.join(there[:5]) or 'none'}")
+        problem = f"{run.path} has no model/, which a run writes at its end"
+        raise ConfigurationError(f"{problem}; runs with a model: {', '.join(there[:5]) or 'none'}")
     if not start:
         raise ConfigurationError(f"{run.path}/{CONFIG} does not name the model that the run began as")
     return start, str(result)

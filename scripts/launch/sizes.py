@@ -125,8 +125,8 @@ def derive(
         seconds = _forecast(settings, model, rollout, splits[rollout.choices[0]].engines, trainer.choices[0], work)
     engines = rollout.nodes * min(split.engines for split in splits.values())
     if settings.min_workers > engines:
-        few = f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} nodes have {engines} engines"
-        raise ConfigurationError(f"{few}; leave it out, or give more --rollout-nodes")
+        problem = f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} nodes have {engines} engines"
+        raise ConfigurationError(f"{problem}; leave it out, or give more --rollout-nodes")
     follows = {"MIN_WORKERS": max(1, engines // 2)}  # a run continues with half of its workers
     if is_colocated:
         follows["ENGINE_MAX_TOTAL_TOKENS"] = tokens

@@ -254,8 +254,8 @@ class Run:
                 lock = stack.enter_context((self.path / LOCK).open("a"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                running = f"{self.path} is already running: its runner holds {LOCK}"
-                raise ConfigurationError(f"{running}; end it or give another --run-id") from None
+                problem = f"{self.path} is already running: its runner holds {LOCK}"
+                raise ConfigurationError(f"{problem}; end it or give another --run-id") from None
             except OSError as error:
                 needed = "a directory of this user on a file system with locks"
                 raise ConfigurationError(f"{self.path} cannot be locked: {error}; needed is {needed}") from error
