@@ -24,6 +24,7 @@ import uvloop
 
 from benchmarks import job, load
 from benchmarks.load import Connection, Figure, Service, connect, percentile
+from local_runner.nodes import free_port
 from services.core.endpoints import ENDPOINTS_VARIABLE
 
 TURNS = 20
@@ -138,19 +139,15 @@ def serve(port: int, replies: Sequence[str]) -> None:
 def gateway(model: Path) -> Iterator[Service]:
     """Run the gateway and the engine."""
     with ExitStack() as stack:
-        port = load.free_port()
+        port = free_port()
         replies = orjson.loads((model / "replies.json").read_bytes())
         engine = multiprocessing.get_context("spawn").Process(target=serve, args=(port, replies))
         engine.start()
         stack.callback(engine.terminate)
         endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
         kept = stack.enter_context(tempfile.TemporaryDirectory())
-        environment = {
-            "MODEL_NAME": str(model),
-            "GATEWAY_DIR": kept,
-            ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode(),
-        }
-        yield stack.enter_context(load.running("gateway", **environment))
+        hosts = {ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode()}
+        yield stack.enter_context(load.running("gateway", MODEL_NAME=str(model), GATEWAY_DIR=kept, **hosts))
 
 
 def write_model(source: str, model: Path) -> None:

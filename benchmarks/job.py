@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-import yaml
 
+from local_runner import skypilot
 from local_runner.processes import MARK
 from services.core.files import read_records
+from services.core.processes import end_all
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_ID = "benchmark"
@@ -39,16 +40,6 @@ def end_in_order() -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """Stop a program, and kill it when it does not stop."""
-    process.terminate()
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 @dataclass(frozen=True)
@@ -115,15 +106,12 @@ def running(
     try:
         yield Job(process, directory / "runs" / RUN_ID, messages)
     finally:
-        end(process)
+        end_all([process], END_SECONDS)
 
 
 def with_gpus(directory: Path, job_group: str, gpus: Mapping[str, int]) -> str:
     """Write a copy of a job group whose tasks have other numbers of GPUs a node, and return its path."""
-    header, *tasks = yaml.safe_load_all((ROOT / job_group).read_text("utf-8"))
-    for task in tasks:
-        if task["name"] in gpus:
-            task["resources"]["accelerators"] = {"GPU": gpus[task["name"]]} if gpus[task["name"]] else None
+    changes = {(task, "resources.accelerators"): f"GPU:{n}" if n else "null" for task, n in gpus.items()}
     path = directory / "jobgroup.yaml"
-    path.write_text(yaml.safe_dump_all([header, *tasks]))
+    path.write_text(skypilot.edited((ROOT / job_group).read_text("utf-8"), changes))
     return str(path)

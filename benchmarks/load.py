@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,9 @@ import torch
 
 from benchmarks import job
 from benchmarks.job import ROOT, say
+from local_runner.nodes import free_port
 from services.core.machine import cores
+from services.core.processes import end_all
 
 START_SECONDS = 120.0
 JSON = "application/json"
@@ -130,14 +131,7 @@ def running(name: str, **environment: str) -> Iterator[Service]:
             time.sleep(0.02)
         yield Service(process.pid, port, time.monotonic() - began)
     finally:
-        job.end(process)
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        end_all([process], job.END_SECONDS)
 
 
 def _is_healthy(port: int) -> bool:

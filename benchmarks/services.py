@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import orjson
 
 from benchmarks import load
-from benchmarks.load import Connection, Figure, connect, percentile, running, send_all
+from benchmarks.load import Figure, connect, percentile, running, send_all
 from services.protocol.groups import Group, TokenSequence, pack
 from services.protocol.prompts import Prompt
 from services.protocol.replay import GROUPS_TYPE, framed, unframed
@@ -149,12 +150,8 @@ def random_sequences(rng: np.random.Generator) -> list[TokenSequence]:
 
 def group_of(number: int, sequences: list[TokenSequence]) -> Group:
     """Return the group of a number."""
-    prompt = Prompt(
-        id=f"clips/{number}",
-        prompt="Natalia sold clips to 48 of her friends in April. How many?",
-        ground_truth="72",
-        prompt_ids=list(range(number, number + 80)),
-    )
+    text, ids = "Natalia sold clips to 48 of her friends in April. How many?", list(range(number, number + 80))
+    prompt = Prompt(id=f"clips/{number}", prompt=text, ground_truth="72", prompt_ids=ids)
     return Group(group_id=f"group-{number}", prompt=prompt, sequences=sequences)
 
 
@@ -188,49 +185,40 @@ async def _sample(port: int, requests: int) -> list[float]:
     return latencies
 
 
-class Load:
-    """The episodes to play, and the milliseconds of each step."""
+async def play(port: int, clients: int, at_once: int, episodes: int) -> tuple[list[float], int, float]:
+    """Play ``episodes``, ``at_once`` of them, by a number of clients.
 
-    def __init__(self, episodes: int) -> None:
-        self._left = episodes
-        self.steps = 0
-        self.milliseconds: list[float] = []
-
-    async def play(self, connection: Connection, at_once: int) -> None:
-        """Play episodes, ``at_once`` in each request, until there are none left."""
-        live: list[dict[str, Any]] = []
-        while True:
-            if (count := min(at_once - len(live), self._left)) > 0:
-                self._left -= count
-                body = orjson.dumps({"episodes": count, "seed": self._left})
-                begun = orjson.loads(await connection.request("POST", "/reset", body))["episodes"]
-                live += [{"episode": one["episode"], "state": one["state"], "steps": 0} for one in begun]
-            if not live:
-                return
-            live = await self._step(connection, live)
-
-    async def _step(self, connection: Connection, live: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        # The cart is pushed to the side where the pole leans; it falls after about forty steps.
-        steps = [{"episode": o["episode"], "step": o["steps"], "action": int(o["state"][2] > 0)} for o in live]
-        body = orjson.dumps({"steps": steps})
-        started = time.perf_counter()
-        reply = await connection.request("POST", "/step", body)
-        self.milliseconds.append(1e3 * (time.perf_counter() - started))
-        self.steps += len(live)
-        return [result for result in orjson.loads(reply)["results"] if result["status"] == "running"]
-
-
-async def play(port: int, clients: int, at_once: int, episodes: int) -> tuple[Load, float]:
-    """Play ``episodes``, ``at_once`` of them by a number of clients; return the load and the seconds."""
-    load = Load(episodes)
+    Returns:
+        The milliseconds of each request, and the steps and the seconds of all.
+    """
+    seeds = iter(range(episodes))
+    milliseconds: list[float] = []
+    steps = 0
 
     async def client() -> None:
+        nonlocal steps
+        live: list[dict[str, Any]] = []
         async with connect(port) as connection:
-            await load.play(connection, at_once // clients)
+            while True:
+                if new := list(islice(seeds, at_once // clients - len(live))):
+                    body = orjson.dumps({"episodes": len(new), "seed": new[0]})
+                    live += orjson.loads(await connection.request("POST", "/reset", body))["episodes"]
+                if not live:
+                    return
+                # The cart is pushed to the side where the pole leans; it falls after about forty steps.
+                moves = [
+                    {"episode": o["episode"], "step": o.get("steps", 0), "action": int(o["state"][2] > 0)} for o in live
+                ]
+                body = orjson.dumps({"steps": moves})
+                started = time.perf_counter()
+                results = orjson.loads(await connection.request("POST", "/step", body))["results"]
+                milliseconds.append(1e3 * (time.perf_counter() - started))
+                steps += len(live)
+                live = [result for result in results if result["status"] == "running"]
 
-    started = time.perf_counter()
+    began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return load, time.perf_counter() - started
+    return milliseconds, steps, time.perf_counter() - began
 
 
 def environment_figures(args: argparse.Namespace) -> Iterator[Figure]:
@@ -239,12 +227,12 @@ def environment_figures(args: argparse.Namespace) -> Iterator[Figure]:
     with running("environment_server", ENVIRONMENT="CartPole-v1") as server:
         for clients in (1, args.episodes):
             before = server.cpu_seconds()
-            load, seconds = asyncio.run(play(server.port, clients, args.episodes, episodes))
+            milliseconds, steps, seconds = asyncio.run(play(server.port, clients, args.episodes, episodes))
             cpu = server.cpu_seconds() - before
             name = f"{clients} client{'s' * (clients > 1)}"
-            yield Figure(f"{name}, steps", load.steps / seconds, "1/s")
-            yield Figure(f"{name}, processor time of a step", 1e6 * cpu / load.steps, "us")
-            yield percentile(f"{name}, step", 99, load.milliseconds)
+            yield Figure(f"{name}, steps", steps / seconds, "1/s")
+            yield Figure(f"{name}, processor time of a step", 1e6 * cpu / steps, "us")
+            yield percentile(f"{name}, step", 99, milliseconds)
 
 
 SERVICES: Mapping[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {

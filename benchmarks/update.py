@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import load
 from benchmarks.load import Figure
+from local_runner.nodes import free_port
 from services.core import machine
 from services.protocol.groups import TokenSequence
 from services.protocol.rewards import FinishReason
@@ -89,7 +89,7 @@ def run(work: Work, ranks: int, threads: int) -> list[Rank]:
     Raises:
         SystemExit: a process failed, or took longer than DEADLINE_SECONDS.
     """
-    joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(load.free_port()), "MODEL_NAME": work.model}
+    joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "MODEL_NAME": work.model}
     joined |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", __name__, json.dumps(asdict(work))]
     environments = [{**os.environ, **joined, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

@@ -1,15 +1,23 @@
-"""Plays an episode for each of many seeds, in this process."""
+"""Episodes of policies in an environment of this process, one for each of many seeds, and the rows of their steps."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from services.clients.play import Arena, Decision, Episode, Step, play_at_once
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.clients.play import Decision, Episode, Step, play_at_once
 from services.core.errors import ConfigurationError
 from services.environment_server.catalogue import describe, open_with_trial
 from services.environment_server.episodes import EpisodeTable
@@ -17,20 +25,17 @@ from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.policies import Policy, keep_fresh, make_policy
 from services.evaluation_head.settings import HeadSettings
 from services.http.problems import ProblemError
-from services.protocol.evaluation import Action, EnvironmentInfo, StateKind, StepResult
+from services.protocol.evaluation import Action, ActionKind, EnvironmentInfo, StateKind, StepResult, StepStatus
 
-
-class OpenArena(NamedTuple):
-    """An arena, and the environment of its episodes."""
-
-    info: EnvironmentInfo
-    arena: Arena[Any]
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_SUMMARY = b"trajectories"
 
 
 class LocalArena:
-    """The episodes of a table in this process; see Arena."""
+    """An environment of this process with the table of its episodes; see Arena."""
 
-    def __init__(self, table: EpisodeTable) -> None:
+    def __init__(self, info: EnvironmentInfo, table: EpisodeTable) -> None:
+        self.info = info
         self._table = table
 
     async def begin(self, seeds: Sequence[int]) -> list[Episode]:
@@ -54,7 +59,7 @@ class LocalArena:
 
 
 @asynccontextmanager
-async def open_arena(environment: str | None) -> AsyncIterator[OpenArena]:
+async def open_arena(environment: str | None) -> AsyncIterator[LocalArena]:
     """Yield an environment in this process.
 
     Raises:
@@ -67,47 +72,7 @@ async def open_arena(environment: str | None) -> AsyncIterator[OpenArena]:
         info = describe(settings.environment, make, trial, settings.most_steps)
         table = EpisodeTable(info, make, settings.environment_step_seconds)
         stack.push_async_callback(table.end)
-        yield OpenArena(info, LocalArena(table))
-
-
-class Play(Protocol):
-    """The policies that play, and the record of their episodes."""
-
-    async def ask(self, episodes: Sequence[Any]) -> Sequence[Decision]:
-        """Return a decision for each of some episodes; see services.clients.play."""
-
-    def add(self, steps: Sequence[Step]) -> None:
-        """Take one step of each of some episodes."""
-
-    def end(self, episode: Any) -> None:
-        """Take an episode that the environment has ended."""
-
-
-async def play_seeds(place: OpenArena, seeds: Iterable[int], record: Play, *, at_once: int) -> dict[int, str]:
-    """Play an episode for each seed; return why seeds have none that ended.
-
-    Args:
-        place: the arena.
-        seeds: different seeds.
-        record: the policies and the record.
-        at_once: episodes that are played together; conversations are played each alone.
-    """
-    todo = deque(seeds)
-    left_out: dict[int, str] = {}
-
-    def next_seeds(room: int) -> Sequence[int]:
-        return [todo.popleft() for _ in range(min(room, len(todo)))]
-
-    async def settle(episode: Episode) -> None:
-        if episode.has_ended:
-            record.end(episode)
-        else:
-            left_out[episode.seed] = str(episode.detail)
-
-    size = min(at_once, len(todo))
-    sizes = [1] * size if place.info.state.kind is StateKind.MESSAGES else [size]
-    await play_at_once(sizes, place.arena, next_seeds, record.ask, settle, record.add)
-    return left_out
+        yield LocalArena(info, table)
 
 
 async def open_policies(
@@ -134,3 +99,145 @@ async def open_policies(
         if "file" not in policy.stats():
             stack.callback(asyncio.create_task(keep_fresh(policy)).cancel)
     return policies, head.policies
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file's episodes, which one lineup plays."""
+
+    number: int
+    lineup: tuple[str, ...]
+    """The policy in each seat."""
+    first_episode: int
+    """The number of its first episode in the run."""
+    seeds: Sequence[int]
+    """The seed of each episode."""
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"shard-{self.number:06d}.parquet"
+
+
+class Rows:
+    """The rows of one shard's episodes, which it plays."""
+
+    def __init__(self, info: EnvironmentInfo, shard: Shard, policies: Mapping[str, Policy]) -> None:
+        self._info = info
+        self._shard = shard
+        self._policies = [policies[name] for name in shard.lineup]
+        self._numbers = {seed: number for number, seed in enumerate(shard.seeds, start=shard.first_episode)}
+        """By seed, the episode's number in the run."""
+        self._under_way: defaultdict[Episode, list[dict[str, Any]]] = defaultdict(list)
+        self._ended: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}
+        """By number, the return of each seat and the rows."""
+        self.left_out: dict[int, str] = {}
+        """By seed, why an episode has no rows."""
+
+    async def play(self, arena: LocalArena, at_once: int) -> None:
+        """Play the shard's episodes, ``at_once`` together, or of conversations as many each alone."""
+        todo = deque(self._shard.seeds)
+
+        def next_seeds(room: int) -> Sequence[int]:
+            return [todo.popleft() for _ in range(min(room, len(todo)))]
+
+        async def settle(episode: Episode) -> None:
+            if episode.has_ended:
+                # The rows of episodes that never end are not kept.
+                self._ended[self._numbers[episode.seed]] = episode.returns, self._under_way.pop(episode)
+            else:
+                self.left_out[episode.seed] = str(episode.detail)
+
+        size = min(at_once, len(todo))
+        sizes = [1] * size if self._info.state.kind is StateKind.MESSAGES else [size]
+        await play_at_once(sizes, arena, next_seeds, self._ask, settle, self._add)
+
+    async def _ask(self, episodes: Sequence[Episode]) -> list[Decision]:
+        """Ask the policy of each seat for the actions in the episodes where it is that seat's turn."""
+        decisions: dict[Episode, Decision] = {}
+        for seat, policy in enumerate(self._policies):
+            turns = [episode for episode in episodes if episode.seat == seat]
+            if turns:
+                answers = await policy.act([episode.state for episode in turns], logprobs=True)
+                decisions |= zip(turns, answers, strict=True)
+        return [decisions[episode] for episode in episodes]
+
+    def _add(self, steps: Sequence[Step]) -> None:
+        for episode, decision, result in steps:
+            seat = episode.seat
+            self._under_way[episode].append(
+                {
+                    "episode": self._numbers[episode.seed],
+                    "seed": episode.seed,
+                    "step": episode.steps,
+                    "policy": self._shard.lineup[seat],
+                    "version": decision.version,
+                    "state": self._state(episode.state),
+                    "action": decision.action,
+                    "logprob": decision.logprob,
+                    "reward": result.reward if result.rewards is None else result.rewards[seat],
+                    "terminated": result.status is StepStatus.TERMINATED,
+                    "truncated": result.status is StepStatus.TRUNCATED,
+                    "final_state": None if result.status is StepStatus.RUNNING else self._state(result.state),
+                    "seat": seat,
+                    "policies": self._shard.lineup,
+                    "rewards": result.rewards,
+                }
+            )
+
+    def write(self, path: Path) -> int:
+        """Write the shard to a file, and return the number of rows.
+
+        It is written under a hidden name and renamed, so that readers see a whole file or none.
+        """
+        ended = [self._ended[number] for number in sorted(self._ended)]
+        rows = [row for _, rows in ended for row in rows]
+        left_out = {str(self._numbers[seed]): why for seed, why in sorted(self.left_out.items())}
+        summary = {"returns": [returns for returns, _ in ended], "steps": len(rows), "left_out": left_out}
+        schema = self._schema.with_metadata({_SUMMARY: json.dumps(summary).encode()})
+        partial = path.with_name(f".{path.name}.partial")
+        pq.write_table(pa.Table.from_pylist(rows, schema), partial, compression="zstd")
+        partial.replace(path)
+        return len(rows)
+
+    @property
+    def _schema(self) -> pa.Schema:
+        state_type = _nested(self._info.state.shape) if self._info.state.kind is StateKind.NUMBERS else _MESSAGES
+        kinds = {ActionKind.INDEX: pa.int64(), ActionKind.TEXT: pa.string()}
+        columns = {
+            "episode": pa.int64(),
+            "seed": pa.int64(),
+            "step": pa.int32(),
+            "policy": pa.string(),
+            "version": pa.int64(),
+            "state": state_type,
+            "action": kinds.get(self._info.action.kind) or _nested(self._info.action.shape),
+            "logprob": pa.float64(),
+            "reward": pa.float64(),
+            "terminated": pa.bool_(),
+            "truncated": pa.bool_(),
+            "final_state": state_type,
+        }
+        if self._info.seats > 1:
+            columns |= {"seat": pa.int8(), "policies": pa.list_(pa.string()), "rewards": pa.list_(pa.float64())}
+        return pa.schema(columns)
+
+    def _state(self, state: Any) -> Any:
+        return np.asarray(state, np.float64).tolist() if self._info.state.kind is StateKind.NUMBERS else list(state)
+
+
+def _nested(shape: Sequence[int]) -> pa.DataType:
+    return functools.reduce(lambda kind, _: pa.list_(kind), shape, pa.float64())
+
+
+def summary_of(path: Path) -> dict[str, Any]:
+    """Return the summary that a shard's file has; see ``Rows.write``.
+
+    Raises:
+        ConfigurationError: the file is not a shard.
+    """
+    try:
+        summary: dict[str, Any] = json.loads(pq.read_metadata(path).metadata[_SUMMARY])
+    except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{path} is not a file of trajectories: {error!r}; remove it and repeat") from error
+    return summary

@@ -202,9 +202,7 @@ class Progress:
         self.left_out[reason] += count
         self.examples.setdefault(reason, f"{prompt.id}: {detail}")
         if reason != UNSCORED and not self.done and self.left_out.total() >= min(HOPELESS_FAILURES, self.total):
-            raise ConfigurationError(
-                f"nothing succeeds: {self.left_out.total()} samples {dict(self.left_out)}; {prompt.id}: {detail}"
-            )
+            raise ConfigurationError(f"nothing succeeds: {dict(self.left_out)} samples; {prompt.id}: {detail}")
 
 
 @dataclass

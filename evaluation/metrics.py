@@ -204,12 +204,7 @@ def majority_at_k(answers: Sequence[Sample], k: int) -> float:
 
     Samples are taken in blocks of k and the blocks averaged, which makes the estimate unbiased. Completions without an
     answer have no vote; between equally common answers the choice is drawn, so each counts with its probability.
-
-    Raises:
-        ValueError: there are fewer than k answers, or k is not positive.
     """
-    if not 1 <= k <= len(answers):
-        raise ValueError(f"maj@{k} cannot be estimated from {len(answers)} samples; needed is 1 <= k <= n")
     blocks = [answers[start : start + k] for start in range(0, len(answers) - k + 1, k)]
     return statistics.fmean(_majority(block) for block in blocks)
 
@@ -218,8 +213,8 @@ def _majority(answers: Sequence[Sample]) -> float:
     votes: Counter[str | Fraction] = Counter()
     right: Counter[str | Fraction] = Counter()
     for sample in answers:
-        if sample.answer is not None:
-            ballot = normalised(sample.answer)
+        if sample.result.extracted is not None:
+            ballot = normalised(sample.result.extracted)
             votes[ballot] += 1
             right[ballot] += bool(sample.is_correct)
     if not votes:
@@ -250,13 +245,8 @@ def lengths(tokens: Sequence[int]) -> dict[str, float]:
     """Return mean, median, 95th percentile and maximum of completion lengths in tokens; empty without lengths."""
     if not tokens:
         return {}
-    values = np.asarray(tokens)
-    return {
-        "mean": float(values.mean()),
-        "median": float(np.median(values)),
-        "p95": float(np.quantile(values, 0.95)),
-        "max": int(values.max()),
-    }
+    median, p95 = np.quantile(tokens, (0.5, 0.95)).tolist()
+    return {"mean": statistics.fmean(tokens), "median": median, "p95": p95, "max": max(tokens)}
 
 
 def show(console: Console, results: Results) -> None:
@@ -276,9 +266,7 @@ def show(console: Console, results: Results) -> None:
     if results.not_given:
         console.print(f"the server does not give: {', '.join(results.not_given)}", style="yellow")
     if results.over_limit:
-        console.print(
-            f"counted as wrong, over a limit (samples.jsonl says which): {results.over_limit}", style="yellow"
-        )
+        console.print(f"counted as wrong, over a limit (see samples.jsonl): {results.over_limit}", style="yellow")
 
 
 def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Table:

@@ -75,6 +75,7 @@ class OpenAIEngine(HttpClient):
         super().__init__(url, token=key, service="the endpoint", timeout=seconds, deadline=seconds)
         self.model = model
         self.is_chat = is_chat
+        self._path = "/chat/completions" if is_chat else "/completions"
         self.limit_name = LIMITS[0]
         self.takes_seeds = True
         self.neutral: Mapping[str, int] = NEUTRAL
@@ -112,8 +113,7 @@ class OpenAIEngine(HttpClient):
             except RequestRefusedError as error:
                 if not self._adapt_to(error):
                     raise ConfigurationError(
-                        f"{error}; give the base URL of an OpenAI-compatible server, its --model, and by --api-key-env "
-                        "the variable with its key"
+                        f"{error}; give the base URL of an OpenAI-compatible server, its --model and --api-key-env"
                     ) from error
         self._parse(reply)
 
@@ -146,10 +146,6 @@ class OpenAIEngine(HttpClient):
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
         )
 
-    @property
-    def _path(self) -> str:
-        return "/chat/completions" if self.is_chat else "/completions"
-
     def _body(self, prompt: Prompt, params: SamplingParams, seed: int) -> dict[str, Any]:
         messages = [message.model_dump() for message in prompt.messages]
         return {
@@ -176,9 +172,8 @@ class OpenAIEngine(HttpClient):
         except (json.JSONDecodeError, KeyError, TypeError):
             return
         if listed and self.model not in listed:
-            raise ConfigurationError(
-                f"{self.url} has no model {self.model!r}, but {', '.join(listed)[:300]}; give --model"
-            )
+            has = ", ".join(listed)[:300]
+            raise ConfigurationError(f"{self.url} has no model {self.model!r}, but {has}; give --model")
 
     def _adapt_to(self, refusal: RequestRefusedError) -> bool:
         """Change the form of requests if the refusal asks for it; return whether it did."""
@@ -204,10 +199,9 @@ class OpenAIEngine(HttpClient):
             reply = _Reply.model_validate_json(response.content)
         except ValidationError as error:
             kind = response.headers.get("content-type", "no content type")
+            answer = f"{response.url} answered {response.status_code} with {kind}, which is not a completion"
             raise ConfigurationError(
-                f"{response.url} answered {response.status_code} with {kind}, which is not a completion: "
-                f"{response.text[:200]!r}; give --endpoint the base URL of an OpenAI-compatible server, such as "
-                "http://127.0.0.1:8000/v1"
+                f"{answer}: {response.text[:200]!r}; give --endpoint a base URL, such as http://127.0.0.1:8000/v1"
             ) from error
         self.counts_tokens &= reply.usage is not None
         return reply

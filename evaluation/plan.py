@@ -33,10 +33,7 @@ ALL = "all"
 VOLUME = "/shared/"
 """Where a cluster's nodes mount the volume."""
 _NOT_IN_RECIPE = {*Settings.model_fields, "model_name", "sources"}
-_NOT_IN_SAMPLES = {
-    *_NOT_IN_RECIPE,
-    *("eval_output", "eval_prompts", "eval_samples", "eval_k", "eval_concurrency"),
-}
+_NOT_IN_SAMPLES = {*_NOT_IN_RECIPE, "eval_output", "eval_prompts", "eval_samples", "eval_k", "eval_concurrency"}
 """The settings on which no sample depends."""
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
@@ -309,19 +306,15 @@ class Plan:
         """
         if is_task and settings.agent:
             raise ConfigurationError(
-                f"AGENT {settings.agent!r} is a function, and tasks of harbor:DIR are played by AGENT_COMMAND in their "
-                "boxes, or by the model's own programs: leave --agent out by --agent="
+                f"AGENT {settings.agent!r} plays no tasks of harbor:DIR; give AGENT_COMMAND, or no agent by --agent="
             )
         if is_task and self.servers.starts is Scheduler.SKYPILOT:
-            raise ConfigurationError(
-                "tasks of harbor:DIR need boxes on the machine that evaluates: leave --scheduler skypilot out"
-            )
+            raise ConfigurationError("tasks of harbor:DIR need boxes on this machine: leave out --scheduler skypilot")
         if not settings.has_agent and not is_task:
             return None
         if self.servers.is_foreign:
             raise ConfigurationError(
-                "--endpoint and --backend vllm serve texts, but the gateway of agents needs token ids; give --url of a "
-                "rollout node, a router or an SGLang server, or leave the agent out by --agent="
+                "agents need token ids; --endpoint and --backend vllm give texts; give --url, or no agent by --agent="
             )
         if self.servers.starts is Scheduler.SKYPILOT:
             return None
@@ -407,9 +400,9 @@ def _asked(
     played = settings.of_sources(is_played)
     asked = {name: own for name, own in settings.by_source().items() if not played[name]}
     if not asked:
+        environment, sources = variables.get("ENVIRONMENT", ""), str(settings.sources)
         raise ConfigurationError(
-            f"ENVIRONMENT {variables.get('ENVIRONMENT', '')!r}, ROLLOUT {rollout!r} and SOURCES "
-            f"{str(settings.sources)!r} are episodes of environments alone, and this command asks questions: give "
+            f"ENVIRONMENT {environment!r}, ROLLOUT {rollout!r} and SOURCES {sources!r} have no questions to ask; give "
             "--dataset, or serve the model by services.rollout_server and play it by grpo trajectories"
         )
     return asked, [name for name in played if played[name]]

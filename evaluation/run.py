@@ -85,12 +85,8 @@ async def _evaluate_on_cluster(plan: Plan, console: Console) -> metrics.Results:
     checkpoint = plan.checkpoint
     # Also those that are only in this process's environment, which no node sees.
     settings = (DataSettings.load(), RewardSettings.load(), GatewaySettings.load(), plan.settings)
-    variables = {
-        **plan.variables,
-        **{name: value for one in settings for name, value in _variables_of(one).items()},
-        "DATASET": DataSettings.load().dataset,
-        "MODEL_NAME": checkpoint.model,
-    }
+    ours = {name: value for one in settings for name, value in _variables_of(one).items()}
+    variables = {**plan.variables, **ours, "DATASET": DataSettings.load().dataset, "MODEL_NAME": checkpoint.model}
     uploads: dict[str, str] = {}
     name = checkpoint.name.replace(".", "-")
     if checkpoint.is_here:
@@ -156,10 +152,8 @@ def launch(text: str, secrets: Mapping[str, str], say: Callable[[str], None]) ->
             else:
                 say(line.rstrip("\n"))
     if results is None:
-        raise DependencyLostError(
-            f"the log of job {job} ended with {log.returncode} and no results; if `sky jobs queue` still has the job, "
-            f"end it by sky jobs cancel {job} before another evaluation writes to its directory"
-        )
+        problem = f"the log of job {job} ended with {log.returncode} and no results"
+        raise DependencyLostError(f"{problem}; if `sky jobs queue` still has it, first end it by sky jobs cancel {job}")
     found: dict[str, Any] = results
     return found
 

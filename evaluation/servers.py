@@ -9,7 +9,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -181,7 +180,7 @@ def _engines(plan: Plan, directory: Path) -> tuple[TaskSpec, UrlEndpoint | None]
         names = sorted({*plan.variables, *variables, *secrets()})
         command = clusters.ray_command(number, on_gpus, directory, names)
     elif plan.servers.backend is Backend.VLLM:
-        address = _free_address()
+        address = parse_url(f"http://127.0.0.1:{nodes.free_port()}/v1", is_api=True)
         sizes = f"--tensor-parallel-size {plan.gpus_each} --data-parallel-size {number}"
         words = ["vllm", "serve", model, "--served-model-name", model, "--host", address.host]
         command = f"{shlex.join(words)} --port {address.port} {sizes} {user.get('VLLM_FLAGS', '')}"
@@ -208,21 +207,13 @@ def _others(plan: Plan, engine: Endpoint, scratch: str) -> list[TaskSpec]:
         tasks.append(_task(plan, Task.REWARD_SERVER, "exec python -m services.reward_server"))
     if plan.needs_gateway:
         if not engine.url.startswith("http://") or urlsplit(engine.url).path:
-            raise ConfigurationError(
-                f"--url {engine.url}: for an agent give the router's own address, http://host:port"
-            )
+            raise ConfigurationError(f"--url {engine.url}: an agent needs the router's address, http://host:port")
         variables = {"MODEL_NAME": plan.checkpoint.model, "GATEWAY_DIR": scratch}
         tasks.append(_task(plan, Task.GATEWAY, "exec python -m services.gateway", **variables))
     if plan.tasks:
         command = "exec python -m services.environment_server"
         tasks.append(_task(plan, Task.ENVIRONMENT_SERVER, command, ENVIRONMENT="sandbox", ROLLOUT="environment"))
     return tasks
-
-
-def _free_address() -> UrlEndpoint:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return parse_url(f"http://127.0.0.1:{probe.getsockname()[1]}/v1", is_api=True)
 
 
 def _task(plan: Plan, name: Task, command: str, **variables: str) -> TaskSpec:

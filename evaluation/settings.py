@@ -58,10 +58,8 @@ class EvaluationSettings(
         if self.eval_stop and self.has_agent:
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
         if too_large := [k for k in self.ks if k > self.eval_samples]:
-            raise ValueError(
-                f"k {too_large[0]} (EVAL_K, --k) needs as many samples of each prompt, but EVAL_SAMPLES (--samples) is "
-                f"{self.eval_samples}; give {too_large[-1]} or more samples, or a smaller k"
-            )
+            most = too_large[-1]
+            raise ValueError(f"k {most} (EVAL_K, --k) needs as many EVAL_SAMPLES (--samples), not {self.eval_samples}")
         return self
 
     @property

@@ -44,9 +44,7 @@ def locked_file(path: Path, option: str) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigurationError(
-                f"another process writes to {path.parent}; wait for it, end it, or give another {option}"
-            ) from error
+            raise ConfigurationError(f"another process writes to {path.parent}; wait, or change {option}") from error
         yield file
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -76,10 +74,9 @@ def check_identity(path: Path, identity: Mapping[str, Any], *, is_used: bool, op
     before = json.loads(path.read_text(encoding="utf-8")) if is_used and path.exists() else now
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
-            raise ConfigurationError(
-                f"{path.parent} holds results of other settings: {name} was {before.get(name)!r} and is "
-                f"{now.get(name)!r}; give another {option}, or remove that directory"
-            )
+            values = f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+            remedy = f"give another {option}, or remove that directory"
+            raise ConfigurationError(f"{path.parent} has results of other settings: {values}; {remedy}")
     atomic_write(path, content)
 
 
@@ -124,16 +121,8 @@ class Sample(BaseModel):
     @classmethod
     def of(cls, prompt: Prompt, kind: Kind, index: int, **outcome: Any) -> Self:
         """Make the sample of ``prompt`` with this kind and index; ``outcome`` gives the other fields."""
-        return cls(
-            prompt_id=prompt.id,
-            kind=kind,
-            index=index,
-            category=prompt.category,
-            prompt=prompt.prompt,
-            ground_truth=prompt.ground_truth,
-            row=prompt.shown_row,
-            **outcome,
-        )
+        shared = {name: getattr(prompt, name) for name in ("category", "prompt", "ground_truth")}
+        return cls(prompt_id=prompt.id, kind=kind, index=index, row=prompt.shown_row, **shared, **outcome)
 
     @property
     def key(self) -> Key:
@@ -144,11 +133,6 @@ class Sample(BaseModel):
     def is_correct(self) -> bool | None:
         """Return whether the answer is right; None while it is not judged, or where REWARD_FN does not say."""
         return is_correct(self.result)
-
-    @property
-    def answer(self) -> str | None:
-        """Return the answer that the verifier read from the completion; None if it found none."""
-        return self.result.extracted
 
     @property
     def is_over_limit(self) -> bool:
@@ -176,9 +160,8 @@ class SampleStore:
             try:
                 sample = Sample.model_validate_json(line)
             except ValidationError as error:
-                raise ConfigurationError(
-                    f"{file.name}, line {number}, is not a sample ({error.errors()[0]['msg']}); give another --output"
-                ) from error
+                where, why = f"{file.name}, line {number}", error.errors()[0]["msg"]
+                raise ConfigurationError(f"{where}, is not a sample ({why}); give another --output") from error
             self.samples[sample.key] = sample
         file.truncate(position)
         file.seek(0, os.SEEK_END)

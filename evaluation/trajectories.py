@@ -8,31 +8,27 @@ command is repeated. docs/evaluation_head.md describes the columns of the files.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from evaluation.episodes import OpenArena, open_arena, open_policies, play_seeds
+from evaluation.episodes import LocalArena, Rows, Shard, open_arena, open_policies, summary_of
 from evaluation.store import check_identity, locked_file
-from services.clients.play import Decision, Episode, Step
 from services.core import logs
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import write_json
@@ -40,11 +36,9 @@ from services.core.tasks import run_until_signal
 from services.evaluation_head.policies import Policy
 from services.http.problems import ProblemError
 from services.protocol.accuracy import Z, standard_error
-from services.protocol.evaluation import ActionKind, EnvironmentInfo, StateKind, StepStatus
+from services.protocol.evaluation import EnvironmentInfo
 
 SEEDS = 2**31
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_SUMMARY = b"trajectories"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 RESULTS = "results.json"
@@ -70,24 +64,6 @@ class Options:
     """True for one policy alone, in an environment of one seat."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file's episodes, which one lineup plays."""
-
-    number: int
-    lineup: tuple[str, ...]
-    """The policy in each seat."""
-    first_episode: int
-    """The number of its first episode in the run."""
-    seeds: Sequence[int]
-    """The seed of each episode."""
-
-    @property
-    def name(self) -> str:
-        """The file's name."""
-        return f"shard-{self.number:06d}.parquet"
-
-
 def shards_of(lineups: Sequence[tuple[str, ...]], episodes: int, seed: int, shard_episodes: int) -> Iterator[Shard]:
     """Yield all shards in order, which depend on nothing else; episodes are numbered over all of them.
 
@@ -110,141 +86,36 @@ def lineups_of(policies: Sequence[str], seats: int) -> list[tuple[str, ...]]:
     return list(itertools.product(policies, repeat=seats))
 
 
-class Rows:
-    """The rows of one shard's episodes; see Play."""
-
-    def __init__(self, info: EnvironmentInfo, shard: Shard, policies: Mapping[str, Policy]) -> None:
-        self._info = info
-        self._shard = shard
-        self._policies = [policies[name] for name in shard.lineup]
-        self._numbers = {seed: number for number, seed in enumerate(shard.seeds, start=shard.first_episode)}
-        """By seed, the episode's number in the run."""
-        self._under_way: defaultdict[Episode, list[dict[str, Any]]] = defaultdict(list)
-        self._ended: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}
-        """By number, the return of each seat and the rows."""
-
-    async def ask(self, episodes: Sequence[Episode]) -> list[Decision]:
-        """Ask the policy of each seat for the actions in the episodes where it is that seat's turn."""
-        decisions: dict[Episode, Decision] = {}
-        for seat, policy in enumerate(self._policies):
-            turns = [episode for episode in episodes if episode.seat == seat]
-            if turns:
-                answers = await policy.act([episode.state for episode in turns], logprobs=True)
-                decisions |= zip(turns, answers, strict=True)
-        return [decisions[episode] for episode in episodes]
-
-    def add(self, steps: Sequence[Step]) -> None:
-        """See Play."""
-        for episode, decision, result in steps:
-            seat = episode.seat
-            self._under_way[episode].append(
-                {
-                    "episode": self._numbers[episode.seed],
-                    "seed": episode.seed,
-                    "step": episode.steps,
-                    "policy": self._shard.lineup[seat],
-                    "version": decision.version,
-                    "state": self._state(episode.state),
-                    "action": decision.action,
-                    "logprob": decision.logprob,
-                    "reward": result.reward if result.rewards is None else result.rewards[seat],
-                    "terminated": result.status is StepStatus.TERMINATED,
-                    "truncated": result.status is StepStatus.TRUNCATED,
-                    "final_state": None if result.status is StepStatus.RUNNING else self._state(result.state),
-                    "seat": seat,
-                    "policies": self._shard.lineup,
-                    "rewards": result.rewards,
-                }
-            )
-
-    def end(self, episode: Episode) -> None:
-        """Keep the rows of an episode that has ended; those of episodes that never end are not kept."""
-        self._ended[self._numbers[episode.seed]] = episode.returns, self._under_way.pop(episode)
-
-    def write(self, path: Path, left_out: Mapping[int, str]) -> int:
-        """Write the shard under a hidden name and rename it, so that readers see a whole file or none.
-
-        Args:
-            path: the file.
-            left_out: by seed, why an episode has no rows.
-
-        Returns:
-            The number of rows.
-        """
-        ended = [self._ended[number] for number in sorted(self._ended)]
-        rows = [row for _, rows in ended for row in rows]
-        summary = {
-            "returns": [returns for returns, _ in ended],
-            "steps": len(rows),
-            "left_out": {str(self._numbers[seed]): why for seed, why in sorted(left_out.items())},
-        }
-        schema = self._schema.with_metadata({_SUMMARY: json.dumps(summary).encode()})
-        partial = path.with_name(f".{path.name}.partial")
-        pq.write_table(pa.Table.from_pylist(rows, schema), partial, compression="zstd")
-        partial.replace(path)
-        return len(rows)
-
-    @property
-    def _schema(self) -> pa.Schema:
-        state_type = _nested(self._info.state.shape) if self._info.state.kind is StateKind.NUMBERS else _MESSAGES
-        kinds = {ActionKind.INDEX: pa.int64(), ActionKind.TEXT: pa.string()}
-        columns = {
-            "episode": pa.int64(),
-            "seed": pa.int64(),
-            "step": pa.int32(),
-            "policy": pa.string(),
-            "version": pa.int64(),
-            "state": state_type,
-            "action": kinds.get(self._info.action.kind) or _nested(self._info.action.shape),
-            "logprob": pa.float64(),
-            "reward": pa.float64(),
-            "terminated": pa.bool_(),
-            "truncated": pa.bool_(),
-            "final_state": state_type,
-        }
-        if self._info.seats > 1:
-            columns |= {"seat": pa.int8(), "policies": pa.list_(pa.string()), "rewards": pa.list_(pa.float64())}
-        return pa.schema(columns)
-
-    def _state(self, state: Any) -> Any:
-        return np.asarray(state, np.float64).tolist() if self._info.state.kind is StateKind.NUMBERS else list(state)
-
-
-def _nested(shape: Sequence[int]) -> pa.DataType:
-    return functools.reduce(lambda kind, _: pa.list_(kind), shape, pa.float64())
-
-
 async def generate(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Play the shards that ``options.save_to`` lacks, and return the results; see ``play``."""
-    shards, info = await play(options, say)
-    results = results_of(options.save_to, shards, info.seats)
-    write_json(options.save_to / RESULTS, results)
-    return results
+    """Play the shards that ``options.save_to`` lacks, write the results there, and return them.
 
-
-async def play(options: Options, say: Callable[[str], None]) -> tuple[Sequence[Shard], EnvironmentInfo]:
-    """Play the shards that ``options.save_to`` lacks; return all, and their environment. ``say`` gets a line for each.
+    ``say`` gets a line for each shard. The shards that are whole are kept.
 
     Raises:
-        ConfigurationError: an option is wrong, or the directory holds another run.
+        ConfigurationError: an option is wrong, policies and environment do not fit, or the directory holds another run.
         ProblemError: a policy gives no actions.
     """
+    began = time.monotonic()
     async with AsyncExitStack() as stack:
         stack.enter_context(locked_file(options.save_to / LOCK, "--save-to"))
-        place = await stack.enter_async_context(open_arena(options.environment))
-        policies, targets = await open_policies(stack, options.policies, place.info, options.at_once)
-        _check_manifest(options, place.info, targets, policies)
-        lineups = lineups_of(list(policies), place.info.seats)
-        if options.is_single and (len(policies) > 1 or place.info.seats > 1):
-            raise ConfigurationError(
-                f"{place.info.id} has {place.info.seats} seats, and --policies {', '.join(policies)}; needed are one "
-                "seat and one policy: grpo trajectories compares several"
-            )
+        arena = await stack.enter_async_context(open_arena(options.environment))
+        info = arena.info
+        policies, targets = await open_policies(stack, options.policies, info, options.at_once)
+        _check_manifest(options, info, targets, policies)
+        if options.is_single and (len(policies) > 1 or info.seats > 1):
+            problem = f"{info.id} has {info.seats} seats, and --policies {', '.join(policies)}"
+            raise ConfigurationError(f"{problem}; needed is one of each: grpo trajectories compares several")
+        lineups = lineups_of(list(policies), info.seats)
         shards = list(shards_of(lineups, options.episodes, options.seed, options.shard_episodes))
         for shard in shards:
             if not (options.save_to / shard.name).exists():
-                say(f"of {len(shards)} files, {await _play(shard, options, place, policies)}")
-    return shards, place.info
+                say(f"of {len(shards)} files, {await _play(shard, options, arena, policies)}")
+    if options.is_single:
+        results = {"environment": info.id, **_results_alone(options, shards), "seconds": time.monotonic() - began}
+    else:
+        results = results_of(options.save_to, shards, info.seats)
+    write_json(options.save_to / RESULTS, results)
+    return results
 
 
 def _check_manifest(
@@ -266,38 +137,21 @@ def _check_manifest(
     check_identity(path, manifest, is_used=is_used, option="--save-to")
 
 
-async def _play(shard: Shard, options: Options, place: OpenArena, policies: Mapping[str, Policy]) -> str:
+async def _play(shard: Shard, options: Options, arena: LocalArena, policies: Mapping[str, Policy]) -> str:
     """Play a shard, write its file, and return a line about it.
 
     Raises:
         ConfigurationError: no episode ended.
     """
     started = time.monotonic()
-    rows = Rows(place.info, shard, policies)
-    left_out = await play_seeds(place, shard.seeds, rows, at_once=options.at_once)
-    ended = len(shard.seeds) - len(left_out)
+    rows = Rows(arena.info, shard, policies)
+    await rows.play(arena, options.at_once)
+    ended, lost = len(shard.seeds) - len(rows.left_out), [*rows.left_out.values()]
     if not ended:
-        raise ConfigurationError(f"no episode of {shard.name} comes to its end: {next(iter(left_out.values()))}")
-    steps = rows.write(options.save_to / shard.name, left_out)
-    return (
-        f"{shard.name}: {' against '.join(shard.lineup)}, {ended} episodes, {len(left_out)} left out, {steps} steps, "
-        f"{steps / (time.monotonic() - started):.0f} steps/s"
-    )
-
-
-def summary_of(path: Path) -> dict[str, Any]:
-    """Return the summary that a shard's file has; see ``Rows.write``.
-
-    Raises:
-        ConfigurationError: the file is not a shard.
-    """
-    try:
-        summary: dict[str, Any] = json.loads(pq.read_metadata(path).metadata[_SUMMARY])
-    except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path} is not a file of trajectories: {error!r}; remove it, and the same command plays its episodes again"
-        ) from error
-    return summary
+        raise ConfigurationError(f"no episode of {shard.name} comes to its end: {lost[0]}")
+    steps = rows.write(options.save_to / shard.name)
+    rate = f"{steps} steps, {steps / (time.monotonic() - started):.0f} steps/s"
+    return f"{shard.name}: {' against '.join(shard.lineup)}, {ended} episodes, {len(lost)} left out, {rate}"
 
 
 def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str, Any]:
@@ -319,147 +173,8 @@ def results_of(directory: Path, shards: Sequence[Shard], seats: int) -> dict[str
     }
 
 
-Games = Mapping[tuple[str, ...], Sequence[Sequence[float]]]
-"""By lineup, the return of each seat in each episode."""
-
-
-def mean_returns(games: Games, steps: Mapping[tuple[str, ...], int]) -> list[dict[str, Any]]:
-    """Return a row a policy: episodes, steps, mean return and its standard error; for environments of one seat."""
-    rows = []
-    for lineup, returns in games.items():
-        values = np.asarray(returns, float).reshape(-1)
-        error = float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
-        mean = float(values.mean()) if len(values) else None
-        rows.append({"policy": lineup[0], "episodes": len(values), "steps": steps[lineup]})
-        rows[-1] |= {"mean_return": mean, "standard_error": error}
-    return rows
-
-
-def ratings(games: Games) -> list[dict[str, Any]]:
-    """Return a row a policy, the best first: rating, its standard error, games, wins, draws, losses, mean return.
-
-    In each game every pair of seats is compared: the higher return wins, and equal returns share the win. The ratings
-    are the maximum of the Bradley-Terry likelihood with PRIOR_WINS, found by Hunter's minorization-maximization
-    (2004, equation 3); the errors are those of its Fisher information.
-    """
-    names = sorted({name for lineup in games for name in lineup})
-    wins = np.zeros((len(names), len(names)))
-    records: dict[str, list[float]] = {name: [] for name in names}
-    scores: dict[str, list[float]] = {name: [] for name in names}
-    for lineup, episodes in games.items():
-        seats = list(zip(lineup, np.asarray(episodes, float).reshape(-1, len(lineup)).T, strict=True))
-        for name, returns in seats:
-            records[name] += returns.tolist()
-        for (a, returns), (b, others) in itertools.permutations(seats, 2):
-            pair = 0.5 + 0.5 * np.sign(returns - others)
-            scores[a] += pair.tolist()
-            if a != b:
-                wins[names.index(a), names.index(b)] += pair.sum()
-    elo, errors = bradley_terry(wins)
-    rows = []
-    for name, rating, error in zip(names, elo.tolist(), errors.tolist(), strict=True):
-        counts = Counter(scores[name])
-        rows.append({"policy": name, "rating": rating, "standard_error": error, "games": counts.total()})
-        rows[-1] |= {"wins": counts[1.0], "draws": counts[0.5], "losses": counts[0.0]}
-        rows[-1] |= {"mean_return": float(np.mean(records[name])) if records[name] else None}
-    return sorted(rows, key=lambda row: -row["rating"])
-
-
-def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ratings and their standard errors [players] from ``wins`` [players, players], of rows over columns."""
-    wins = wins + PRIOR_WINS * ((wins + wins.T) > 0)
-    games = wins + wins.T
-    strength = np.ones(len(wins))
-    for _ in range(ITERATIONS):
-        expected = games / (strength[:, None] + strength[None, :])
-        strength = np.where(expected.sum(1) > 0, wins.sum(1) / np.maximum(expected.sum(1), 1e-300), 1.0)
-        strength /= np.exp(np.log(strength).mean())
-    information = games * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
-    laplacian = np.diag(information.sum(1)) - information
-    scale = 400 / np.log(10)
-    return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))
-
-
-Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
-ShardEpisodes = Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")]
-AtOnce = Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")]
-Work = Callable[[Options, Callable[[str], None]], Awaitable[dict[str, Any]]]
-"""Plays and writes what ``Options.save_to`` lacks, with a line for each file, and returns the results."""
-
-
-def main(
-    policies: Annotated[
-        str,
-        Option(
-            help="name=target with commas between. A target is a .pt2 file, a directory of versions, a rollout "
-            "server's URL, or module:function."
-        ),
-    ],
-    save_to: Annotated[Path, Option(help="Directory of the Parquet files. Resumes what is there.")],
-    environment: Annotated[
-        str | None, Option(help="As ENVIRONMENT of an environment server; default CartPole-v1.")
-    ] = None,
-    episodes: Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")] = 100,
-    seed: Seed = 0,
-    shard_episodes: ShardEpisodes = 256,
-    at_once: AtOnce = 256,
-) -> None:
-    """Play episodes of policies in an environment and write every step to Parquet files."""
-    logs.configure("generate_trajectories", "warning")
-    options = Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to)
-    run(generate, _show, options, "trajectories")
-
-
-def run(work: Work, show: Callable[[dict[str, Any], Path], None], options: Options, command: str) -> NoReturn:
-    """Do the work of a command that writes to a directory, show its results, and exit.
-
-    Raises:
-        DependencyLostError: the work was interrupted; the message says how to continue.
-    """
-
-    async def resumable() -> None:
-        try:
-            results = await work(options, lambda line: print(line, file=sys.stderr, flush=True))
-            show(results, options.save_to)
-        except (DependencyLostError, ProblemError) as error:
-            reason = error.detail if isinstance(error, ProblemError) else str(error)
-            raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
-
-    stopped = f"{command}: stopped by {{}}; the same command continues from {options.save_to}"
-    raise typer.Exit(asyncio.run(run_until_signal(resumable(), stopped)))
-
-
-def _show(results: dict[str, Any], save_to: Path) -> None:
-    table = Table(title=results["method"])
-    for place, column in enumerate(results["policies"][0]):
-        table.add_column(column.replace("_", " "), justify="right" if place else "left")
-    for row in results["policies"]:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
-    for episode, reason in list(results["left_out"].items())[:5]:
-        print(f"episode {episode} is left out: {reason}")
-    print(f"{results['episodes']} episodes, {results['steps']} steps in {save_to}; results in {save_to / RESULTS}")
-
-
-# --- one policy alone: grpo evaluate-policy --------------------------------------------------------------------------
-
-
-async def evaluate_alone(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Play the episodes that are missing in ``options.save_to``, write the results there, and return them.
-
-    Raises:
-        ConfigurationError: an option is wrong, policy and environment do not fit, or the directory holds another run.
-        ProblemError: the policy gives no actions. The files that are whole are kept.
-    """
-    began = time.monotonic()
-    shards, info = await play(options, say)
-    results = {"environment": info.id} | _results_alone(options, shards) | {"seconds": time.monotonic() - began}
-    write_json(options.save_to / RESULTS, results)
-    return results
-
-
 def _results_alone(options: Options, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return the results of all files."""
+    """Return the results of all files of one policy."""
     episodes: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for shard in shards:
@@ -489,6 +204,87 @@ def _in_order(versions: Iterable[int | None]) -> list[int | None]:
     return sorted(set(versions), key=lambda version: -1 if version is None else version)
 
 
+Games = Mapping[tuple[str, ...], Sequence[Sequence[float]]]
+"""By lineup, the return of each seat in each episode."""
+
+
+def mean_returns(games: Games, steps: Mapping[tuple[str, ...], int]) -> list[dict[str, Any]]:
+    """Return a row a policy: episodes, steps, mean return and its standard error; for environments of one seat."""
+    rows = []
+    for lineup, returns in games.items():
+        values = np.asarray(returns, float).reshape(-1)
+        row: dict[str, Any] = {"policy": lineup[0], "episodes": len(values), "steps": steps[lineup]}
+        row["mean_return"] = float(values.mean()) if len(values) else None
+        row["standard_error"] = float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+        rows.append(row)
+    return rows
+
+
+def ratings(games: Games) -> list[dict[str, Any]]:
+    """Return a row a policy, the best first: rating, its standard error, games, wins, draws, losses, mean return.
+
+    In each game every pair of seats is compared: the higher return wins, and equal returns share the win. The ratings
+    are the maximum of the Bradley-Terry likelihood with PRIOR_WINS, found by Hunter's minorization-maximization
+    (2004, equation 3); the errors are those of its Fisher information.
+    """
+    names = sorted({name for lineup in games for name in lineup})
+    wins = np.zeros((len(names), len(names)))
+    records: dict[str, list[float]] = {name: [] for name in names}
+    scores: dict[str, list[float]] = {name: [] for name in names}
+    for lineup, episodes in games.items():
+        seats = list(zip(lineup, np.asarray(episodes, float).reshape(-1, len(lineup)).T, strict=True))
+        for name, returns in seats:
+            records[name] += returns.tolist()
+        for (a, returns), (b, others) in itertools.permutations(seats, 2):
+            pair = 0.5 + 0.5 * np.sign(returns - others)
+            scores[a] += pair.tolist()
+            if a != b:
+                wins[names.index(a), names.index(b)] += pair.sum()
+    elo, errors = bradley_terry(wins)
+    rows = []
+    for name, rating, error in zip(names, elo.tolist(), errors.tolist(), strict=True):
+        counts = Counter(scores[name])
+        row = {"policy": name, "rating": rating, "standard_error": error, "games": counts.total()}
+        row |= {"wins": counts[1.0], "draws": counts[0.5], "losses": counts[0.0]}
+        rows.append(row | {"mean_return": float(np.mean(records[name])) if records[name] else None})
+    return sorted(rows, key=lambda row: -row["rating"])
+
+
+def bradley_terry(wins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ratings and their standard errors [players] from ``wins`` [players, players], of rows over columns."""
+    wins = wins + PRIOR_WINS * ((wins + wins.T) > 0)
+    games = wins + wins.T
+    strength = np.ones(len(wins))
+    for _ in range(ITERATIONS):
+        expected = games / (strength[:, None] + strength[None, :])
+        strength = np.where(expected.sum(1) > 0, wins.sum(1) / np.maximum(expected.sum(1), 1e-300), 1.0)
+        strength /= np.exp(np.log(strength).mean())
+    information = games * np.outer(strength, strength) / (strength[:, None] + strength[None, :]) ** 2
+    laplacian = np.diag(information.sum(1)) - information
+    scale = 400 / np.log(10)
+    return 1500 + scale * np.log(strength), scale * np.sqrt(np.diag(np.linalg.pinv(laplacian)))
+
+
+POLICIES = "name=target,...: a .pt2 file, a directory of versions, a rollout server's URL, or module:function."
+ENVIRONMENT = "As ENVIRONMENT of an environment server; default CartPole-v1."
+Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
+ShardEpisodes = Annotated[int, Option(min=1, help="Episodes in a file. A kill loses the unfinished file.")]
+AtOnce = Annotated[int, Option(min=1, max=1024, help="Episodes played at once.")]
+
+
+def main(
+    policies: Annotated[str, Option(help=POLICIES)],
+    save_to: Annotated[Path, Option(help="Directory of the Parquet files. Resumes what is there.")],
+    environment: Annotated[str | None, Option(help=ENVIRONMENT)] = None,
+    episodes: Annotated[int, Option(min=1, help="Episodes of each policy; in a game, of each order of seats.")] = 100,
+    seed: Seed = 0,
+    shard_episodes: ShardEpisodes = 256,
+    at_once: AtOnce = 256,
+) -> None:
+    """Play episodes of policies in an environment and write every step to Parquet files."""
+    _run(Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to))
+
+
 def evaluate_policy(
     save_to: Annotated[Path, Option(help="Directory of episodes and results. Resumes what is there.")],
     policies: Annotated[str, Option(help="The policy to load, name=target as in HEAD_POLICIES.")],
@@ -499,17 +295,46 @@ def evaluate_policy(
     seed: Seed = 0,
 ) -> None:
     """Play episodes of a policy and write returns, their mean and its interval to results.json."""
-    logs.configure("evaluate_policy", "warning")
-    options = Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to, is_single=True)
-    run(evaluate_alone, _show_alone, options, "evaluate-policy")
+    _run(Options(environment, policies, episodes, seed, shard_episodes, at_once, save_to, is_single=True))
+
+
+def _run(options: Options) -> NoReturn:
+    """Generate what is missing, show the results, and exit.
+
+    Raises:
+        DependencyLostError: the work was interrupted; the message says how to continue.
+    """
+    command = "evaluate-policy" if options.is_single else "trajectories"
+    logs.configure(command, "warning")
+
+    async def resumable() -> None:
+        try:
+            results = await generate(options, lambda line: print(line, file=sys.stderr, flush=True))
+            (_show_alone if options.is_single else _show)(results, options.save_to)
+        except (DependencyLostError, ProblemError) as error:
+            reason = error.detail if isinstance(error, ProblemError) else str(error)
+            raise DependencyLostError(f"{reason}; the same command continues from what is done") from error
+
+    stopped = f"{command}: stopped by {{}}; the same command continues from {options.save_to}"
+    raise typer.Exit(asyncio.run(run_until_signal(resumable(), stopped)))
+
+
+def _show(results: dict[str, Any], save_to: Path) -> None:
+    table = Table(title=results["method"])
+    for place, column in enumerate(results["policies"][0]):
+        table.add_column(column.replace("_", " "), justify="right" if place else "left")
+    for row in results["policies"]:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+    for episode, reason in list(results["left_out"].items())[:5]:
+        print(f"episode {episode} is left out: {reason}")
+    print(f"{results['episodes']} episodes, {results['steps']} steps in {save_to}; results in {save_to / RESULTS}")
 
 
 def _show_alone(results: dict[str, Any], save_to: Path) -> None:
     for seed, reason in list(results["left_out"].items())[:5]:
         print(f"the episode of seed {seed} is left out: {reason}")
     mean = results["mean_return"]
-    print(
-        f"{results['policy']} in {results['environment']}: mean return {mean['value']:.2f} ({mean['low']:.2f} to "
-        f"{mean['high']:.2f}) over {len(results['episodes'])} episodes in {results['seconds']:.1f} s; results in "
-        f"{save_to / RESULTS}"
-    )
+    what = f"{results['policy']} in {results['environment']}: mean return {mean['value']:.2f}"
+    over = f"over {len(results['episodes'])} episodes in {results['seconds']:.1f} s"
+    print(f"{what} ({mean['low']:.2f} to {mean['high']:.2f}) {over}; results in {save_to / RESULTS}")

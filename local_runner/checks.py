@@ -33,7 +33,7 @@ from services.core.removed import removed_among
 from services.core.settings import Method, Settings
 from services.core.sources import Source
 from services.data_server.settings import HARBOR, DataSettings, check_file, generator_of, named_files
-from services.engines.settings import RolloutSettings
+from services.engines.settings import EngineKind, RolloutSettings
 from services.reward_columns import JUDGES
 from services.reward_server.settings import RELATIVE, RewardSettings
 
@@ -141,10 +141,8 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
             continue
         if name.upper() not in readers:
             near = nearest(name.upper(), {*readers, *declared}, "nearest setting")
-            problems.append(
-                f"{name} is read by no component{near}. If your own code reads it, declare it under "
-                "`envs` of its task in the job group's file"
-            )
+            remedy = "If your own code reads it, declare it under `envs` of its task in the job group's file"
+            problems.append(f"{name} is read by no component{near}. {remedy}")
         elif name in options and not tasks.intersection(readers[name.upper()]):
             owners = " and ".join(readers[name.upper()])
             problems.append(f"{name} is read by {owners} alone, which job group {group.name} does not have")
@@ -234,13 +232,12 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     """
     check_shared_gpus(run, loaded)
     min_workers = max((getattr(settings, "min_workers", 1) for _, _, settings in loaded), default=1)
+    has_code = any(getattr(settings, "trust_remote_code", False) for _, _, settings in loaded)
     for task, _, settings in loaded:
         if not isinstance(settings, RolloutSettings):
             continue
         each, n_gpus = 1, len(gpus_of(run, task, 0)) or task.gpus_per_node
-        if any(getattr(other, "trust_remote_code", False) for _, _, other in loaded):
-            _check_model_code(settings, n_gpus)
-        if n_gpus:
+        if n_gpus or has_code:
             # Only now: most runs on one machine have no GPUs, and begin the sooner without these imports.
             from services.engines.engine import choose_engine
             from services.engines.placement import read_config
@@ -248,7 +245,10 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
             try:
                 check_model_directory(settings.model_name)
                 config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
-                each = choose_engine(settings, n_gpus).check_sizes(settings, n_gpus, config)
+                engine = choose_engine(settings, n_gpus)
+                if has_code and config and engine.kind is EngineKind.EMBEDDED:
+                    _check_model_code(settings.model_name, config)
+                each = engine.check_sizes(settings, n_gpus, config) if n_gpus else 1
             except ConfigurationError as error:
                 raise ConfigurationError(f"{task.name}: {error}") from error
         if min_workers > task.num_nodes * each:
@@ -258,21 +258,14 @@ def check_engines(run: LocalRun, loaded: Sequence[Loaded]) -> None:
             )
 
 
-def _check_model_code(settings: RolloutSettings, n_gpus: int) -> None:
-    """Check that transformers knows a model in a directory whose own code the embedded engine would have to run."""
-    from services.engines.engine import choose_engine
-    from services.engines.placement import read_config
-    from services.engines.settings import EngineKind
-
-    config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
-    if config is None or "auto_map" not in config or choose_engine(settings, n_gpus).kind is not EngineKind.EMBEDDED:
-        return
-    if importlib.util.find_spec("transformers") is None:
-        return  # only the tasks' own environments have it; the engine's start says the same
+def _check_model_code(model: str, config: Mapping[str, Any]) -> None:
+    """Check that transformers knows a model whose own code the embedded engine would have to run."""
+    if "auto_map" not in config or importlib.util.find_spec("transformers") is None:
+        return  # without transformers, which only the tasks' environments may have, the engine's start says the same
     if config.get("model_type") not in importlib.import_module("transformers").CONFIG_MAPPING:
         raise ConfigurationError(
-            f"MODEL_NAME={settings.model_name}: model type {config.get('model_type')!r} is code that comes with the "
-            "model, which the embedded engine does not run; choose a model of transformers, or ROLLOUT_ENGINE=sglang"
+            f"MODEL_NAME={model} is of a type {config.get('model_type')!r} with code of its own, which the embedded "
+            "engine does not run; choose a model of transformers, or ROLLOUT_ENGINE=sglang"
         )
 
 
@@ -287,10 +280,8 @@ def check_shared_gpus(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     tasks = {task.name: task for task, _, _ in loaded if task.name in (Task.TRAINER, Task.ROLLOUT_SERVER)}
     given = {tuple(sorted(gpu for n in range(t.num_nodes) for gpu in gpus_of(run, t, n))) for t in tasks.values()}
     if len(given) > 1:
-        raise ConfigurationError(
-            "PUBLISH_TRANSPORT is local, but trainer and engines have different GPUs here, whose memory they would "
-            f"share; give --small --env {VISIBLE_GPUS_VARIABLE}={','.join(run.gpus)}, or PUBLISH_TRANSPORT=broadcast"
-        )
+        remedy = f"give --small --env {VISIBLE_GPUS_VARIABLE}={','.join(run.gpus)}, or PUBLISH_TRANSPORT=broadcast"
+        raise ConfigurationError(f"PUBLISH_TRANSPORT is local, but trainer and engines have different GPUs; {remedy}")
 
 
 def check_adapters(
@@ -312,7 +303,6 @@ def check_adapters(
     # Only now, as in check_engines.
     from services.engines.engine import choose_engine
     from services.engines.placement import read_config
-    from services.engines.settings import EngineKind
     from trainer.model.families import check_sglang_lora
 
     assert isinstance(engines.settings, RolloutSettings)
@@ -354,58 +344,40 @@ def check_together(loaded: Sequence[Loaded], group: JobGroup) -> None:
         _check_formula(reward, trainer)
     _check_lengths(trainer, getattr(found.get("RolloutSettings"), "engine_context_length", None))
     if any(task.name == Task.TRAINER for task in group.tasks):
-        trainer.of_sources(lambda own, source: _check_services(own, group))
-        if (data := found.get("DataSettings")) is not None:
-            datasets = {source: own.dataset for source, own in data.by_source().items()}
-            trainer.of_sources(lambda own, source: _check_tasks(own, datasets[source.name], group))
+        data = found["DataSettings"].by_source() if "DataSettings" in found else {}
+        has_tasks = {source: generator_of(own.dataset) == HARBOR for source, own in data.items()}
+        trainer.of_sources(lambda own, source: _check_services(own, group, has_tasks.get(source.name, False)))
 
 
-def _check_services(settings: TrainerSettings, group: JobGroup) -> None:
-    """Check that the job group has the services that the method, evaluations and the ways of rolling out need."""
+def _check_services(settings: TrainerSettings, group: JobGroup, has_tasks: bool) -> None:
+    """Check that the job group has the services that the method, evaluations and the ways of rolling out need.
+
+    With ``has_tasks`` the dataset is ``harbor:DIR``, whose tasks are played in boxes of environment-servers.
+    """
     if not settings.needs_engines:
         return
     tasks = {component for task in group.tasks for component in task.components}
-    missing = {Task.ROLLOUT_SERVER.value, Task.REWARD_SERVER.value} - tasks
+    missing = sorted({Task.ROLLOUT_SERVER.value, Task.REWARD_SERVER.value} - tasks)
     if settings.method is Method.SFT and missing:
-        raise ConfigurationError(
-            f"EVAL_EVERY is {settings.eval_every}, but this job group has no {' and no '.join(sorted(missing))}; take "
-            "jobgroup.yaml with METHOD=sft, or set EVAL_EVERY=0 and evaluate with `grpo evaluate` afterwards"
-        )
+        raise ConfigurationError(f"EVAL_EVERY needs {' and '.join(missing)}; take jobgroup.yaml, or set EVAL_EVERY=0")
     has_own_engines = any(task.name == Task.ROLLOUT_SERVER for task in group.tasks)
     is_colocating = any(COLOCATE_VARIABLE in task.declared for task in group.tasks)
+    colocate = f"{COLOCATE_VARIABLE} is {str(settings.colocate).lower()}"
     if (settings.colocate and has_own_engines) or (is_colocating and Task.ROLLOUT_SERVER not in tasks):
         file = "jobgroups/colocated.yaml" if settings.colocate else "jobgroup.yaml"
-        raise ConfigurationError(
-            f"COLOCATE is {str(settings.colocate).lower()}, which job group {group.name} does not fit; take {file}, or "
-            "leave COLOCATE as the file has it"
-        )
+        raise ConfigurationError(f"{colocate}, which job group {group.name} does not fit; take {file}")
     asking = [task for task in group.tasks if task.name in ASK_ENGINES]
     if apart := [task.name for task in asking if is_colocated(task.environment) != settings.colocate]:
+        raise ConfigurationError(f"{colocate}, but not for {' and '.join(apart)}; give all tasks the same value")
+    rollout = f"ROLLOUT is {settings.rollout.value}"
+    if has_tasks and settings.rollout.value not in ("program", "environment"):
+        remedy = "set ROLLOUT=environment, or ROLLOUT=program with AGENT_COMMAND"
+        raise ConfigurationError(f"{rollout}, but the tasks of a DATASET {HARBOR}DIR are played in boxes; {remedy}")
+    needed = [*settings.way.services, *([Task.ENVIRONMENT_SERVER] if has_tasks else [])]
+    if lacking := sorted({task.value for task in needed} - tasks):
+        file = "jobgroups/agent.yaml" if lacking == [Task.GATEWAY.value] else "jobgroups/environment.yaml"
         raise ConfigurationError(
-            f"{COLOCATE_VARIABLE} is {str(settings.colocate).lower()} for {Task.TRAINER.value}, but not for "
-            f"{' and '.join(apart)}; give all of them the same value"
-        )
-    if lacking := [task.value for task in settings.way.services if task not in tasks]:
-        file = "agent" if lacking == [Task.GATEWAY.value] else "environment"
-        raise ConfigurationError(
-            f"ROLLOUT is {settings.rollout.value}, which needs {' and '.join(lacking)}, but job group {group.name} has "
-            f"none; take jobgroups/{file}.yaml, or add the task"
-        )
-
-
-def _check_tasks(settings: TrainerSettings, dataset: str, group: JobGroup) -> None:
-    """Check that tasks of a dataset ``harbor:DIR`` are played in boxes, which environment-servers have."""
-    if generator_of(dataset) != HARBOR or not settings.needs_engines:
-        return
-    if settings.rollout.value not in ("program", "environment"):
-        raise ConfigurationError(
-            f"ROLLOUT is {settings.rollout.value}, but the tasks of DATASET {dataset!r} are played in boxes; set "
-            "ROLLOUT=environment, or ROLLOUT=program with AGENT_COMMAND"
-        )
-    if not any(Task.ENVIRONMENT_SERVER in task.components for task in group.tasks):
-        raise ConfigurationError(
-            f"DATASET is {dataset!r}, whose boxes are on environment-servers, but job group {group.name} has none; "
-            "take jobgroups/environment.yaml, or add the task"
+            f"{rollout}, which needs {' and '.join(lacking)}, but job group {group.name} has none; take {file}"
         )
 
 
@@ -415,11 +387,8 @@ def check_own_code(run: LocalRun, loaded: Sequence[Loaded]) -> None:
     Raises:
         ConfigurationError: one does not exist or cannot be used; the message names the tasks that need it.
     """
-    _refuse(
-        (one.task.name, problem)
-        for one in loaded
-        for problem in (*_missing_files(one.settings), *_failed_import(run, one))
-    )
+    problems = ((one.task.name, (*_missing_files(one.settings), *_failed_import(run, one))) for one in loaded)
+    _refuse((task, problem) for task, of_task in problems for problem in of_task)
 
 
 def _check_judge(reward: RewardSettings, trainer: TrainerSettings) -> None:
@@ -432,8 +401,7 @@ def _check_judge(reward: RewardSettings, trainer: TrainerSettings) -> None:
         is_relative = all(function.name in RELATIVE for function in rewards.functions)
         if is_relative and own.evaluates and own.rollout.value == "completion":
             raise ConfigurationError(
-                f"REWARD_FN={rewards.reward_fn} compares the answers of a group, and a held-out answer is alone: give "
-                "a function that scores it alone as well, such as math=1, or set EVAL_PROMPTS=0"
+                f"REWARD_FN={rewards.reward_fn} cannot score a held-out answer alone; add math=1, or set EVAL_PROMPTS=0"
             )
 
     trainer.of_sources(check)
@@ -457,10 +425,8 @@ def _check_lengths(trainer: TrainerSettings, engine_context: int | None) -> None
 
     def check(own: TrainerSettings, source: Source) -> None:
         if context is not None and own.max_new_tokens >= context:
-            raise ConfigurationError(
-                f"MAX_NEW_TOKENS is {own.max_new_tokens}, but prompt and answer share a context of {context} tokens "
-                f"(MODEL_NAME={own.model_name}); lower it"
-            )
+            limit = f"prompt and answer share a context of {context} tokens (MODEL_NAME={own.model_name})"
+            raise ConfigurationError(f"MAX_NEW_TOKENS is {own.max_new_tokens}, but {limit}; lower it")
         harness = harness_of(own.agent_command)
         if harness is not None and context is not None:
             check_context(harness, own.max_new_tokens, context)
@@ -472,15 +438,11 @@ def _check_formula(reward: RewardSettings, trainer: TrainerSettings) -> None:
     """Check that the reward-server's rewards are those that ADVANTAGE needs; agents and environments give others."""
     if any(own.way.has_turns for own in trainer.by_source().values()):
         return
-    if unknown := sorted((trainer.component_weights or {}).keys() - set(reward.names)):
-        raise ConfigurationError(
-            f"GDPO_WEIGHTS names {', '.join(unknown)}, but REWARD_FN has {', '.join(reward.names)}"
-        )
-    below = [f.name for own in reward.by_source().values() for f in own.functions if f.weight < 0]
+    if unknown := ", ".join(sorted((trainer.component_weights or {}).keys() - set(reward.names))):
+        raise ConfigurationError(f"GDPO_WEIGHTS names {unknown}, but REWARD_FN has {', '.join(reward.names)}")
+    below = ", ".join(f.name for own in reward.by_source().values() for f in own.functions if f.weight < 0)
     if trainer.advantage == "maxrl" and below:
-        raise ConfigurationError(
-            f"REWARD_FN gives {', '.join(below)} a negative weight, which ADVANTAGE=maxrl cannot have"
-        )
+        raise ConfigurationError(f"REWARD_FN gives {below} a negative weight, which ADVANTAGE=maxrl cannot have")
 
 
 def ask(run: LocalRun, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:
@@ -535,10 +497,8 @@ def _check_program(command: str) -> None:
         return
     word = command.split()[0]
     if re.fullmatch(r"[\w./+-]+", word) and word not in _SHELL_WORDS and shutil.which(word) is None:
-        raise ConfigurationError(
-            f"AGENT_COMMAND {command!r}: there is no program {word} on PATH, nor a file of that name to execute, seen "
-            f"from {Path.cwd()}; install it, or give its path"
-        )
+        problem = f"AGENT_COMMAND {command!r}: no program {word} is on PATH or in {Path.cwd()}"
+        raise ConfigurationError(f"{problem}; install it, or give its path")
 
 
 def _failed_import(run: LocalRun, loaded: Loaded) -> Iterator[str]:

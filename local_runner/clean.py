@@ -25,22 +25,13 @@ from services.run_page.directory import RUNS, Run, all_runs, find_run
 
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
+KEEP_MODEL = "Remove only checkpoints and policy versions, so that the run cannot resume; recorded groups stay."
 
 
 def main(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs to remove, by id or directory.")
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(min=0, help="Keep this many of the newest runs, and remove the others.")
-    ] = None,
-    keep_model: Annotated[
-        bool,
-        typer.Option(
-            "--keep-model",
-            help="Remove only checkpoints and policy versions, so that the run cannot resume; recorded groups stay.",
-        ),
-    ] = False,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Ids or directories to remove.")] = None,
+    keep: Annotated[int | None, typer.Option(min=0, help="Keep this many, the newest; remove the others.")] = None,
+    keep_model: Annotated[bool, typer.Option("--keep-model", help=KEEP_MODEL)] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = RUNS,
 ) -> None:

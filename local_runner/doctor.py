@@ -31,9 +31,7 @@ Row = tuple[str, str, str]
 """A line of the table: what it is about, GOOD, BAD or NOTE, and the facts."""
 
 
-def main(
-    shared_dir: Annotated[Path, Option(help="Directory whose disk is shown; runs are in its `runs/`.")] = Path(),
-) -> None:
+def main(shared_dir: Annotated[Path, Option(help="Directory whose disk is shown.")] = Path()) -> None:
     """Show what this machine can do; `grpo run --dry-run` says whether a job group can run on it."""
     console = Console()
     table = Table("", "", "facts", title="this machine", title_justify="left")
@@ -82,10 +80,7 @@ def _of_sandboxes() -> Iterator[Row]:
     interpreter = Interpreter.find(os.environ.get("SANDBOX_PYTHON") or sys.executable)
     for backend in AUTOMATIC:
         problems = asyncio.run(attack(backend, interpreter, writes=True))
-        if problems:
-            yield f"sandbox {backend}", BAD, ", ".join(problems)
-            continue
-        yield f"sandbox {backend}", GOOD, "every attack fails"
+        yield f"sandbox {backend}", BAD if problems else GOOD, ", ".join(problems) or "every attack fails"
 
 
 def _of_harnesses() -> Iterator[Row]:

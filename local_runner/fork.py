@@ -67,9 +67,7 @@ class Fork:
         """
         name = run_id or f"{parent.path.name}-at-{at}"
         if not re.fullmatch(RUN_ID, name):
-            raise ConfigurationError(
-                f"--run-id {name!r}: allowed are 80 letters, digits, `.`, `_` and `-`, a letter first"
-            )
+            raise ConfigurationError(f"--run-id {name!r}: give 1 to 80 letters, digits, `.`, `_`, `-`, a letter first")
         self.run, self.parent, self.new, self.at = parent, parent.path, parent.path.with_name(name), at
         self.changes = changes
         self.saved = saved_steps(self.parent / "checkpoints")
@@ -89,18 +87,14 @@ class Fork:
         if (state := self.run.state) in (RUNNING, MAYBE):
             raise ConfigurationError(f"{self.parent} {state}, and holds its replay buffer; fork it when it has ended")
         if self.at not in self.saved:
-            there = f"those of the steps {', '.join(map(str, self.saved))}" if self.saved else "none"
-            raise ConfigurationError(
-                f"--at {self.at}: {self.parent} has no checkpoint of this step, but {there}; KEEP_CHECKPOINTS_EVERY "
-                "keeps checkpoints to fork from"
-            )
+            there = f"{self.parent} has checkpoints of the steps {', '.join(map(str, self.saved)) or 'none'}"
+            raise ConfigurationError(f"--at {self.at}: {there}; KEEP_CHECKPOINTS_EVERY keeps some to fork from")
         if self.run.settings(Task.REPLAY_BUFFER).get("replay_dir"):
             raise ConfigurationError("the run has REPLAY_DIR, which the new run would share; a fork copies RUN/replay")
         if self.is_ahead and self.at != max(self.saved):
             raise ConfigurationError(
-                f"with MODE=async, or a CURRICULUM by success rates, the data-server's state goes beyond step "
-                f"{self.at}: collectors, or the order of the next epoch, know later answers. Fork the run at its "
-                f"newest checkpoint, --at {max(self.saved)}"
+                "with MODE=async, or a CURRICULUM by success rates, the data-server's state is that of the newest "
+                f"checkpoint alone; fork the run there, --at {max(self.saved)}"
             )
 
     @property
@@ -129,10 +123,8 @@ class Fork:
         self.check()
         launched = read_launch(self.parent)
         if launched is None and not is_prepared:
-            raise ConfigurationError(
-                f"{self.parent} has no {FILE}, since `grpo run` did not start it. Give --prepare, and launch the job "
-                f"as before, with --env RUN_ID={self.new.name} and the changed settings"
-            )
+            remedy = f"give --prepare, and launch the job as before, with --env RUN_ID={self.new.name} and the changes"
+            raise ConfigurationError(f"{self.parent} has no {FILE}, since `grpo run` did not start it; {remedy}")
         if launched is not None:
             launched = replace(launched[0], shared_dir=self.parent.parent.parent), launched[1]
             changed = [word for change in self.changes for word in ("--env", change)]

@@ -100,10 +100,8 @@ def read_launch(run_dir: Path) -> tuple[Launch, Path] | None:
         # A file that is not there is this project's, as it was for the run.
         read = [where / path if (where / path).exists() else path for path in files]
         if _open(env_files(read)) != content.pop("in_files"):
-            raise ConfigurationError(
-                f"{', '.join(map(str, files))} in {where} has other variables than when {run_dir.name} was started; "
-                "restore it, so that the fork differs in --env alone"
-            )
+            place = f"{', '.join(map(str, files))} in {where}"
+            raise ConfigurationError(f"{place} has other variables than when {run_dir.name} was started; restore it")
         return Launch(Path(content.pop("job_group")), env_files=files, **content), where
 
 
@@ -141,7 +139,9 @@ def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exi
         chat = shlex.join([grpo_command(), "chat", directory])
         commands.append(("chat with it and with the model it began as", chat))
         if has_checkpoint:
-            purpose, again = "train on", launch.with_env(_twice(settings, int(summary["steps"])))
+            # Twice as many steps, with prompts for all of them.
+            limit = [f"MAX_STEPS={2 * int(summary['steps'])}"] if settings.max_steps else []
+            purpose, again = "train on", launch.with_env([*limit, f"NUM_EPOCHS={2 * settings.num_epochs}"])
     elif has_checkpoint or any(task.name == Task.TRAINER for task in run.group.tasks):
         purpose = "resume" if has_checkpoint else "start again"
         purpose += ", after the correction" if exit_code == EXIT_CONFIGURATION else ""
@@ -155,12 +155,6 @@ def trainer_settings(run: LocalRun) -> TrainerSettings:
     [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
     [reader] = [reader for reader in READERS if Task.TRAINER in reader.tasks]
     return cast("TrainerSettings", load_settings(run, trainer, reader.settings_class()))
-
-
-def _twice(settings: TrainerSettings, steps: int) -> list[str]:
-    """Return the variables that let a run of ``steps`` steps continue to twice as many, with prompts for all."""
-    limit = [f"MAX_STEPS={2 * steps}"] if settings.max_steps else []
-    return [*limit, f"NUM_EPOCHS={2 * settings.num_epochs}"]
 
 
 def _open(variables: Mapping[str, str]) -> dict[str, str]:

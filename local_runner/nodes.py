@@ -19,17 +19,9 @@ from pathlib import Path
 
 from local_runner.processes import MARK
 from local_runner.spec import JobGroup, TaskSpec
+from services.core import machine
 from services.core.endpoints import APART_VARIABLE, ENDPOINTS_VARIABLE, ENGINE_PORT, PORTS, Task
 from services.core.errors import ConfigurationError
-from services.core.machine import (
-    CORES_VARIABLE,
-    PROMISED_GPUS_VARIABLE,
-    RAY_THREADS,
-    THREADS_VARIABLE,
-    VISIBLE_GPUS_VARIABLE,
-    cores,
-    listed_gpus,
-)
 
 BLOCK_TRIES = 64
 GUARD_PORT = 30999
@@ -81,8 +73,7 @@ def allocate(group: JobGroup, *, own_hosts: bool | None = None) -> Iterator[Addr
             yield _addresses(group, [f"{block}.{number + 2}" for number in range(count)], keep_ports=True)
             return
         raise ConfigurationError(
-            f"no free block of loopback addresses in {BLOCK_TRIES} tries; another program has port {GUARD_PORT} on all "
-            "of them: end it, or give --shared-host"
+            f"another program has port {GUARD_PORT} of {BLOCK_TRIES} loopback addresses; end it, or give --shared-host"
         )
 
 
@@ -111,21 +102,24 @@ def _addresses(group: JobGroup, node_hosts: Sequence[str], *, keep_ports: bool) 
     """Return the addresses of all nodes, whose hosts are ``node_hosts`` in the order of the file."""
     hosts: dict[str, list[str]] = {}
     endpoints = {}
-    ports = {
-        task.name: [port for name in task.components if name in set(Task) for port in PORTS[Task(name)]]
-        for task in group.tasks
-    }
     with contextlib.ExitStack() as stack:
-        ranks = [(task.name, rank) for task in group.tasks for rank in range(task.num_nodes)]
+        ranks = [(task, rank) for task in group.tasks for rank in range(task.num_nodes)]
         for host, (task, rank) in zip(node_hosts, ranks, strict=True):
-            hosts.setdefault(task, []).append(host)
-            for port in ports[task]:
+            hosts.setdefault(task.name, []).append(host)
+            for port in [port for name in task.components if name in set(Task) for port in PORTS[Task(name)]]:
                 # All ports stay bound until the last is found, so that no two nodes get the same.
                 probe = stack.enter_context(socket.socket())
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port if keep_ports and _can_listen(host, port) else 0))
-                endpoints[f"{task}-{rank}:{port}"] = f"{host}:{probe.getsockname()[1]}"
+                endpoints[f"{task.name}-{rank}:{port}"] = f"{host}:{probe.getsockname()[1]}"
     return Addresses(hosts, endpoints)
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _can_listen(host: str, port: int) -> bool:
@@ -178,15 +172,15 @@ def node_environment(run: LocalRun, task: TaskSpec, rank: int) -> dict[str, str]
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         # As Ray does on SkyPilot's nodes.
-        THREADS_VARIABLE: RAY_THREADS,
+        machine.THREADS_VARIABLE: machine.RAY_THREADS,
     }
     if sys.platform == "linux":
         # A thread that waits for others sleeps at once. By default libgomp lets it spin, which on a busy machine takes
         # the core from the thread that it waits for: docs/benchmarks.md has the figures. macOS was not measured.
         defaults["OMP_WAIT_POLICY"] = "passive"
-    share = {VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if run.gpus else {}
+    share = {machine.VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if run.gpus else {}
     variables = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
-    threads = (inherited | variables).get(THREADS_VARIABLE)
+    threads = (inherited | variables).get(machine.THREADS_VARIABLE)
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "RUN_ID": run.run_id,
@@ -194,9 +188,9 @@ def node_environment(run: LocalRun, task: TaskSpec, rank: int) -> dict[str, str]
         "SKYPILOT_NODE_RANK": str(rank),
         "SKYPILOT_NODE_IPS": "\n".join(hosts),
         "SKYPILOT_NUM_NODES": str(task.num_nodes),
-        PROMISED_GPUS_VARIABLE: str(len(gpus)),
+        machine.PROMISED_GPUS_VARIABLE: str(len(gpus)),
         # Nodes of one task compute at the same time; different tasks mostly take turns.
-        CORES_VARIABLE: threads or str(max(1, cores() // task.num_nodes)),
+        machine.CORES_VARIABLE: threads or str(max(1, machine.cores() // task.num_nodes)),
         "SKYPILOT_TASK_ID": f"local-{run.run_id}-{run.mark}_{run.group.name}_{task.name}",
         ENDPOINTS_VARIABLE: run.addresses.variable,
         APART_VARIABLE: str(tiers_have_own_gpus(run)).lower(),
@@ -223,9 +217,7 @@ def check_mounts(group: JobGroup) -> None:
     """
     volumes = sorted({volume for task in group.tasks for volume in task.mounts.values()})
     if len(volumes) > 1:
-        raise ConfigurationError(
-            f"the local runner has a directory for one volume; job group {group.name} mounts {volumes}"
-        )
+        raise ConfigurationError(f"job group {group.name} mounts {volumes}; the local runner stands in for one volume")
 
 
 def check_gpus(run: LocalRun) -> None:
@@ -237,10 +229,10 @@ def check_gpus(run: LocalRun) -> None:
     for task in run.group.tasks:
         gpus = [gpu for rank in range(task.num_nodes) for gpu in gpus_of(run, task, rank)]
         if task.name == Task.TRAINER and len(set(gpus)) < len(gpus):
+            here = ", ".join(sorted(set(gpus)))
             raise ConfigurationError(
-                f"the {task.num_nodes} nodes of {task.name} cannot share GPUs and ask for {task.gpus_per_node} each; "
-                f"they may use {', '.join(sorted(set(gpus)))} here. Give --num-nodes {task.name}=1, or "
-                f"--env {VISIBLE_GPUS_VARIABLE}= to compute on the processor"
+                f"{task.num_nodes} nodes of {task.name} need {task.gpus_per_node} GPUs each; they may use {here} here; "
+                f"give --num-nodes {task.name}=1, or --env {machine.VISIBLE_GPUS_VARIABLE}= to compute on the processor"
             )
 
 
@@ -264,8 +256,8 @@ def gpus_of(run: LocalRun, task: TaskSpec, rank: int) -> list[str]:
     """
     if not run.gpus or not task.gpus_per_node:
         return []
-    if VISIBLE_GPUS_VARIABLE in task.environment:
-        return listed_gpus(task.environment[VISIBLE_GPUS_VARIABLE])
+    if machine.VISIBLE_GPUS_VARIABLE in task.environment:
+        return machine.listed_gpus(task.environment[machine.VISIBLE_GPUS_VARIABLE])
     before = run.group.tasks[: [other.name for other in run.group.tasks].index(task.name)]
     first = sum(other.num_nodes * other.gpus_per_node for other in before) + rank * task.gpus_per_node
     return sorted({run.gpus[(first + i) % len(run.gpus)] for i in range(task.gpus_per_node)})

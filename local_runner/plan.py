@@ -186,19 +186,15 @@ class Plan:
         by_place = "TRAIN_WHILE_GENERATING=false" if are_apart else "engines share processors or GPUs with the trainer"
         return f"once its batch is whole ({trainer.whole_batch_reason or by_place})"
 
-    def _rows_of(self, source: str) -> dict[str, Any]:
-        """Return the numbers of a source's rows; empty where nothing has read them."""
-        rows: dict[str, Any] = self._rows.get("sources", {}).get(source, {}) if source else self._rows
-        return rows
-
     def _source_line(self, data: DataSettings, source: Source) -> str:
         """Return share, data, reward and answers of a source."""
         trainer, reward = (
             self._settings[name].by_source()[source.name] if name in self._settings else None
             for name in ("TrainerSettings", "RewardSettings")
         )
+        rows = self._rows.get("sources", {}).get(source.name, {}) if source.name else self._rows
         share = "only evaluated" if source.eval_only else f"ratio {source.ratio:g}"
-        parts = [f"{source.name}, {share}: {data.dataset}{_found(self._rows_of(source.name))}"]
+        parts = [f"{source.name}, {share}: {data.dataset}{_found(rows)}"]
         parts += [] if trainer is None else [f"{trainer.rollout.value}, {self._answers(trainer)}"]
         if reward is not None and (trainer is None or trainer.rollout.value != "environment"):
             parts.append(f"reward {reward.reward_fn}")
@@ -213,10 +209,9 @@ class Plan:
         if harness is None:
             return answers
         context = context_of(trainer, getattr(self._settings.get("RolloutSettings"), "engine_context_length", None))
-        return (
-            f"{answers} by {harness.name} {harness.version}, whose first prompt has about {harness.first_prompt:,} "
-            f"tokens and the task; the context is {f'{context:,} tokens' if context else 'not known here'}"
-        )
+        first = f"whose first prompt has about {harness.first_prompt:,} tokens and the task"
+        known = f"{context:,} tokens" if context else "not known here"
+        return f"{answers} by {harness.name} {harness.version}, {first}; the context is {known}"
 
     def _changed(self) -> Iterator[str]:
         """Yield the settings that differ from their defaults."""

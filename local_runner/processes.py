@@ -111,14 +111,10 @@ def _runs(process: psutil.Process) -> bool:
 @contextlib.contextmanager
 def guard(mark: str) -> Iterator[None]:
     """End the processes marked ``mark`` even if this process is killed within the context."""
+    command = [sys.executable, "-m", "local_runner.processes", mark, str(GRACE_SECONDS)]
     environment_without_mark = {name: value for name, value in os.environ.items() if name != MARK}
     # When the context is left, the watchdog's input closes; it then finds nothing to end, and ends itself.
-    with subprocess.Popen(
-        [sys.executable, "-m", "local_runner.processes", mark, str(GRACE_SECONDS)],
-        stdin=subprocess.PIPE,
-        env=environment_without_mark,
-        start_new_session=True,
-    ):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment_without_mark, start_new_session=True):
         yield
 
 

@@ -30,7 +30,7 @@ from local_runner.launch import Launch, next_commands, shown_path, trainer_setti
 from local_runner.nodes import LocalRun
 from local_runner.plan import Plan
 from local_runner.supervisor import Outcome, Supervisor
-from local_runner.view import View, present
+from local_runner.view import Json, View, present
 from services.core import machine
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
@@ -49,16 +49,10 @@ Small = Annotated[bool, Option("--small", help="One node of each task, except th
 RunId = Annotated[str | None, Option(help="Name of the run; that of a former run resumes it. Default: from the time.")]
 SharedDir = Annotated[Path, Option(help="Directory that stands for the group's volume; runs are in its `runs/`.")]
 DryRun = Annotated[
-    bool,
-    Option("--dry-run", help="Check the settings, the rows and all else that they name, show the plan, start nothing."),
+    bool, Option("--dry-run", help="Check settings, rows and all they name, show the plan, start nothing.")
 ]
-OwnHosts = Annotated[
-    bool | None,
-    Option(
-        "--own-hosts/--shared-host",
-        help="Whether each node has an address of its own or all share 127.0.0.1. Default: own where possible.",
-    ),
-]
+OWN_HOSTS = "Whether each node has an address of its own or all share 127.0.0.1. Default: own where possible."
+OwnHosts = Annotated[bool | None, Option("--own-hosts/--shared-host", help=OWN_HOSTS)]
 
 POLL_SECONDS = 0.5
 LAST_STEP = ("max_steps", "num_epochs", "batch_size", "target_accuracy")
@@ -180,9 +174,7 @@ def _if_finished(run: LocalRun, launch: Launch, console: Console) -> Outcome | N
     return Outcome(0, "nothing was left to do", 0.0, {})
 
 
-def _show_end(
-    run: LocalRun, launch: Launch, console: Console, summary: dict[str, Any], outcome: dict[str, Any]
-) -> None:
+def _show_end(run: LocalRun, launch: Launch, console: Console, summary: Json, outcome: Json) -> None:
     """Print the end of a run, and commands to copy for what may come next."""
     files, code = Run(run.run_dir), outcome.get("exit_code", 0)
     state = "failed" if outcome.get("failed") else "interrupted" if code else "succeeded"
@@ -217,7 +209,7 @@ async def _watch(run: LocalRun, view: View) -> None:
     # Only now, when the nodes have been started: the HTTP client takes half of this process's imports.
     from services.run_page import components
 
-    files, since = Run(run.run_dir), time.time()
+    files, since = view.files, time.time()
     seen = len(files.steps())
     recorded: dict[str, str] = {}
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
@@ -233,8 +225,8 @@ async def _watch(run: LocalRun, view: View) -> None:
             steps = files.steps()
             view.failure(files.first_failure(since))  # which was before any of these steps
             # A restarted trainer may have cut the file back to its checkpoint.
-            for step in steps[min(seen, len(steps)) :]:
-                view.step(step)
+            for row in steps[min(seen, len(steps)) :]:
+                view.step(row)
             seen = len(steps)
             await asyncio.gather(*(ask(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)))
             if trainer is not None:

@@ -82,10 +82,8 @@ def find(path: Path) -> Path:
     """
     file = _file(path)
     if file is None:
-        raise ConfigurationError(
-            f"cannot read the job group: there is no file {path}; this project has {', '.join(JOB_GROUPS)}; a setting "
-            "is given as --env NAME=VALUE"
-        )
+        choices = f"this project has {', '.join(JOB_GROUPS)}; a setting is given as --env NAME=VALUE"
+        raise ConfigurationError(f"cannot read the job group: there is no file {path}; {choices}")
     return file
 
 
@@ -115,21 +113,16 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
         raise ConfigurationError(f"{path}: the tasks need different names, got {names}")
-    if unknown := set(overrides.num_nodes) - set(names):
-        near = "".join(nearest(name, names) for name in sorted(unknown))
-        raise ConfigurationError(
-            f"--num-nodes names {', '.join(sorted(unknown))}{near}; the tasks of {path} are {', '.join(names)}"
-        )
+    if misnamed := sorted(set(overrides.num_nodes) - set(names)):
+        near = nearest(misnamed[0], names)
+        raise ConfigurationError(f"--num-nodes names {misnamed[0]}{near}; the tasks of {path} are {', '.join(names)}")
     primary = header.get("primary_tasks") or names
     if unknown := set(primary) - set(names):
         raise ConfigurationError(f"{path}: primary_tasks names {sorted(unknown)}; the tasks are {names}")
     delays = _delays(path, header.get("termination_delay"), names)
-    return JobGroup(
-        name=str(header["name"]),
-        tasks=tuple(
-            replace(task, is_primary=task.name in primary, termination_delay=delays[task.name]) for task in tasks
-        ),
-    )
+    tasks = [replace(task, is_primary=task.name in primary) for task in tasks]
+    tasks = [replace(task, termination_delay=delays[task.name]) for task in tasks]
+    return JobGroup(str(header["name"]), tuple(tasks))
 
 
 def nearest(name: str, names: Iterable[str], which: str = "nearest") -> str:

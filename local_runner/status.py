@@ -1,4 +1,7 @@
-"""``grpo status`` and ``grpo logs``: the state of a run and of its nodes, and their logs, merged by time."""
+"""``grpo status``, ``diagnose`` and ``logs``: the state of a run and of its nodes, its findings, and its logs.
+
+docs/guides/diagnosing.md explains the findings.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import heapq
 import re
 import shlex
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import httpx
+import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -27,18 +32,18 @@ from services.core.errors import ConfigurationError
 from services.run_page import components
 from services.run_page.directory import RUNNING, START_MARK, Run, find_run, named_run, newest
 from services.run_page.records import Position, read_lines
+from services.run_page.rules import NOTE, RULES
 
+RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Id or directory; default: the newest in runs/.")]
+FOUND = 3
+"""The exit code of ``diagnose`` if something is found; notes do not count."""
 NOT_ASKED = "without /health"
 """The state of a node that does not listen, such as all but the first of the trainer."""
 
 
 def main(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Id or directory. Default: the newest run below runs/.")
-    ] = None,
-    token: Annotated[
-        str | None, typer.Option(envvar="JOBGROUP_TOKEN", show_envvar=True, help="Of a job group that has one.")
-    ] = None,
+    run: RunName = None,
+    token: Annotated[str | None, typer.Option(envvar="JOBGROUP_TOKEN", help="Of a job group that has one.")] = None,
 ) -> None:
     """Show the state of a run and of its components."""
     asyncio.run(print_status(Console(), find_run(run), token))
@@ -86,6 +91,26 @@ async def _node(
     return name, Text(state, style), address or "", Text(run.last_error(name) or "", "red")
 
 
+def diagnose(
+    run: RunName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what is wrong with a run, under way, ended or copied. Exit code 3: something is."""
+    judged = find_run(run)
+    found, steps = judged.findings(), len(judged.steps())
+    if not steps:
+        raise ConfigurationError(f"{judged.path} has no step yet; grpo status says what it waits for")
+    if as_json:
+        sys.stdout.buffer.write(orjson.dumps([vars(f) for f in found], option=orjson.OPT_INDENT_2) + b"\n")
+    else:
+        console = Console()
+        for finding in found:
+            console.print(Text(str(finding), STYLES.get(finding.severity, "")), soft_wrap=True)
+        console.print(f"{len(found)} findings by {len(RULES)} rules in {steps} steps of {judged.name}", highlight=False)
+    if any(finding.severity != NOTE for finding in found):
+        raise typer.Exit(FOUND)
+
+
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 POLL_SECONDS = 0.2
@@ -93,14 +118,8 @@ TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)")
 """The time at the start of a line. The runner's own lines have local time and do not match."""
 NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RUN] [TASK]...",
-        help="A run's id or directory, by default the newest run below runs/; then tasks such as ppo-trainer, or "
-        "nodes such as ppo-trainer-1.",
-    ),
-]
+NAMES = "A run, by default the newest in runs/; then tasks such as ppo-trainer, or nodes such as ppo-trainer-1."
+Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN] [TASK]...", help=NAMES)]
 
 
 def logs(
@@ -174,10 +193,7 @@ def _find_logs(run: Run, tasks: list[str]) -> list[Path]:
     for task in tasks:
         of_task = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
         if not of_task:
-            names = ", ".join(path.stem for path in paths) or "none"
-            raise ConfigurationError(
-                f"{task} is not a run, and there is no log of it in {run.path / 'logs'}: {names}; "
-                f"the newest runs: {newest()}"
-            )
+            problem = f"{run.path / 'logs'} has no log of it: {', '.join(path.stem for path in paths) or 'none'}"
+            raise ConfigurationError(f"{task} is not a run, and {problem}; the newest runs: {newest()}")
         chosen.update(of_task)
     return [path for path in paths if path in chosen or not tasks]

@@ -207,11 +207,8 @@ class Supervisor:
     def _refuses_restart(self, task: TaskSpec, codes: list[int]) -> str | None:
         """Return why ``task``, whose nodes ended with ``codes``, is not restarted; None if it is."""
         record = self._records[task.name]
-        gone = [
-            other.name
-            for other in self._run.group.tasks
-            if not other.is_primary and self._records[other.name].exit_code not in (None, 0)
-        ]
+        auxiliaries = [other.name for other in self._run.group.tasks if not other.is_primary]
+        gone = [name for name in auxiliaries if self._records[name].exit_code]
         if EXIT_CONFIGURATION in codes:
             return ": a restart would fail again"
         if task.is_primary and gone:

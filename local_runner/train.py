@@ -127,14 +127,9 @@ def _run(words: list[str], variables: Mapping[str, str]) -> tuple[int, list[str]
     with _watched() as mark, tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         # A notebook asks for the colours of a terminal, which a log does not have. Ctrl-C comes through this program.
         environment = os.environ | variables | mark | {"FORCE_COLOR": "", "PYTHONUNBUFFERED": "1"}
+        command = [*GRPO, "run", *words]
         runner = subprocess.Popen(
-            [*GRPO, "run", *words],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
+            command, stdout=subprocess.PIPE, stderr=errors, errors="replace", env=environment, start_new_session=True
         )
         is_interrupted = False
         while runner.returncode is None:
@@ -244,10 +239,8 @@ def _named(setting: str, function: Callable[..., Any], inputs: Path) -> str:
         return f"{function.__module__}:{name}"
     used = inspect.getclosurevars(function)
     if outside := sorted({**used.globals, **used.nonlocals}.keys() - {name}):
-        raise TypeError(
-            f"{setting} uses {', '.join(outside)} of this script; import or define that within {name}, or put the "
-            "function into a module"
-        )
+        problem = f"{setting} uses {', '.join(outside)} of this script"
+        raise TypeError(f"{problem}; import or define that within {name}, or put the function into a module")
     source = textwrap.dedent(inspect.getsource(function))
     (inputs / f"given_{setting}.py").write_text(f"from __future__ import annotations\n\n{source}", "utf-8")
     return f"given_{setting}:{name}"

@@ -23,7 +23,7 @@ from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from services.core.endpoints import Task
 from services.run_page.directory import RUNNING, Run
-from services.run_page.progress import ReportTimer, Step, counted, failed, first_and_last, in_words
+from services.run_page.progress import ReportTimer, Row, counted, failed, first_and_last, in_words, of_sources, phases
 from services.run_page.rules import NOTE
 
 Json = Mapping[str, Any]
@@ -81,10 +81,10 @@ def _figures(run: Run, state: str, summary: Json, outcome: Json, trainer: Json |
         yield "now", in_words(trainer["activity"])
     yield from ((name, str(summary[name])) for name in ("model", "dataset", "device") if name in summary)
     steps, total = run.steps(), trainer["total_steps"] if trainer else 0
-    last = steps[-1].step if steps else summary.get("steps")
+    last = steps[-1]["step"] if steps else summary.get("steps")
     if last is not None:
         yield "steps", f"{last} of {total}" if total else str(last)
-        rewards = [step.reward for step in steps if step.reward is not None]
+        rewards = [row["reward_mean"] for row in steps if row.get("reward_mean") is not None]
         yield reward_change(summary if "reward_first" in summary else first_and_last(rewards))
     for source, own in summary.get("sources", {}).items():
         accuracies = " → ".join(f"{accuracy:.3f}" for accuracy in own["accuracies"] or ())
@@ -92,8 +92,8 @@ def _figures(run: Run, state: str, summary: Json, outcome: Json, trainer: Json |
     if (share := failed(steps)) is not None:
         yield "failed completions", share
     if state == RUNNING and steps:
-        mean = statistics.fmean(step.seconds.get("step", 0.0) for step in steps[-RECENT_STEPS:])
-        yield "a step", duration(mean) + (f", {duration(mean * (total - steps[-1].step))} left" if total else "")
+        mean = statistics.fmean(row.get("seconds_step", 0.0) for row in steps[-RECENT_STEPS:])
+        yield "a step", duration(mean) + (f", {duration(mean * (total - last))} left" if total else "")
     yield from outcome_rows(outcome, summary)
     if failure := run.first_failure():
         yield "first failed answer", failure
@@ -141,7 +141,7 @@ class View:
 
     def __init__(self, run: nodes.LocalRun, console: Console) -> None:
         """Print where the logs and the page of the run are."""
-        self._run, self._files = run, Run(run.run_dir)
+        self._run, self.files = run, Run(run.run_dir)
         self._console = console
         ranks = [(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)]
         self._states = dict.fromkeys(ranks, State.WAITING.value)
@@ -176,16 +176,16 @@ class View:
             self._changed = time.time()
             self._say(f"{task}-{rank} up", "green")
 
-    def step(self, step: Step) -> None:
+    def step(self, row: Row) -> None:
         """Show a step that ended, and what is newly found to be wrong with the run."""
-        self._seconds.append(step.seconds.get("step", 0.0))
-        left = statistics.fmean(self._seconds) * (self._total_steps - step.step)
-        line = Text(describe(step, self._total_steps, max(left, 0.0)))
+        self._seconds.append(row.get("seconds_step", 0.0))
+        left = statistics.fmean(self._seconds) * (self._total_steps - row["step"])
+        line = Text(describe(row, self._total_steps, max(left, 0.0)))
         if self._console.is_terminal:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
         else:
             self._console.print(line, soft_wrap=True)
-        for finding in self._files.findings():
+        for finding in self.files.findings():
             if finding.severity != NOTE and finding.rule not in self._found:
                 self._found.add(finding.rule)
                 self._say(str(finding), STYLES[finding.severity])
@@ -228,45 +228,41 @@ class View:
     def _explain(self, task: TaskSpec, rank: int) -> None:
         """Print why a node failed: the last error that it logged, else the end of its log."""
         node = f"{task.name}-{rank}"
-        error = self._files.last_error(node)
+        error = self.files.last_error(node)
         if error is None:
-            end = "\n".join(f"  {line}" for line in self._files.log_end(node)[-TAIL_LINES:])
+            end = "\n".join(f"  {line}" for line in self.files.log_end(node)[-TAIL_LINES:])
             self._say(f"the end of {shown_path(self._run.log(task, rank))}:\n{end}", "dim")
         elif error != self._explained.get(task.name):
             self._say(f"  {error}", "red")
             self._explained[task.name] = error
 
 
-def describe(step: Step, total_steps: int, seconds_left: float) -> str:
+def describe(row: Row, total_steps: int, seconds_left: float) -> str:
     """Return a step's line: number, reward, failed completions, loss, seconds by phase, time left, failure.
 
     Args:
-        step: the step.
+        row: the step's record.
         total_steps: steps of the run; 0 while unknown.
         seconds_left: seconds until the last step; 0 after it, and while unknown.
     """
-    parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", _reward(step)]
-    if (share := failed([step])) is not None:
+    loss, reward, seconds = row.get("loss"), row.get("reward_mean"), phases(row)
+    parts = [f"step {row['step']}/{total_steps}" if total_steps else f"step {row['step']}"]
+    parts.append("no reward" if reward is None else f"reward {reward:.3f}")
+    if by_source := of_sources(row, "reward_mean"):
+        parts[-1] += f" ({', '.join(f'{source} {own:.3f}' for source, own in by_source.items())})"
+    if (share := failed([row])) is not None:
         parts.append(f"failed {share}")
-    if step.loss is not None:
-        parts.append(f"loss {step.loss:+.4f}")
-    elif step.trained_tokens == 0 and step.reward is not None:
+    if loss is not None:
+        parts.append(f"loss {loss:+.4f}")
+    elif row.get("trained_tokens") == 0 and reward is not None:
         parts.append("equal rewards")
-    if step.seconds:
-        least = SHOWN_SHARE * step.seconds.get("step", 0.0)
-        parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items() if value > least))
+    if seconds:
+        least = SHOWN_SHARE * seconds.get("step", 0.0)
+        parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in seconds.items() if value > least))
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
-    if step.failures:
-        reason, _, message = step.failures[0]
-        parts.append(f"{reason}: {message}")
+    parts += [f"{reason}: {message}" for reason, _, message in row.get("failures", ())[:1]]
     return "  ".join(parts)
-
-
-def _reward(step: Step) -> str:
-    of_each = ", ".join(f"{source} {reward:.3f}" for source, reward in step.by_source.items())
-    reward = "no reward" if step.reward is None else f"reward {step.reward:.3f}"
-    return f"{reward} ({of_each})" if of_each else reward
 
 
 def duration(seconds: float) -> str:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from local_runner.launch import shown_path
+from local_runner.status import RunName
 from services.core import logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
@@ -28,12 +29,8 @@ CONTEXT_TOKENS = 8192
 
 
 def main(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Id or directory. Default: the newest run below runs/.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the run's MAX_NEW_TOKENS.")
-    ] = None,
+    run: RunName = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer; default: the run's.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0: the likeliest token each time.")] = 0.0,
 ) -> None:
     """Talk to a run's model and to the model that it began as."""
@@ -68,10 +65,8 @@ def models(run: Run) -> tuple[str, str]:
     result, start = run.path / "model", run.settings(Task.TRAINER).get("model_name")
     if not (result / CONFIG).is_file():
         there = [other.name for other in all_runs(run.path.parent) if (other.path / "model" / CONFIG).is_file()]
-        raise ConfigurationError(
-            f"{run.path} has no model/, which a run writes at its end; runs with a model: "
-            f"{', '.join(there[:5]) or 'none'}"
-        )
+        problem = f"{run.path} has no model/, which a run writes at its end"
+        raise ConfigurationError(f"{problem}; runs with a model: {', '.join(there[:5]) or 'none'}")
     if not start:
         raise ConfigurationError(f"{run.path}/{CONFIG} does not name the model that the run began as")
     return start, str(result)

@@ -58,16 +58,18 @@ def main(
     seed: Annotated[Number, Option(help="Of the sampling; default 0.")] = None,
     output: Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes.")] = None,
     env: Annotated[Texts, Option(help="NAME=VALUE for us and the servers. Repeatable.")] = None,
-    env_file: Annotated[
-        list[Path] | None, Option(help="File of NAME=VALUE lines, such as a run's. Repeatable.")
-    ] = None,
+    env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines. Repeatable.")] = None,
 ) -> None:
     """Evaluate a checkpoint. Writes results.json and samples.jsonl."""
     raise typer.Exit(_evaluate(context.params))
 
 
 def _evaluate(options: Mapping[str, Any]) -> int:
-    """Evaluate as the options of the command line say; return the exit code."""
+    """Evaluate as the options of the command line say; return the exit code.
+
+    Raises:
+        DependencyLostError: servers do not answer; the message says how to continue.
+    """
     variables = spec.env_files(options["env_file"] or []) | spec.assignments(options["env"] or [], "--env")
     variables |= {} if options["dataset"] is None else {"DATASET": options["dataset"]}
     os.environ.update(variables)
@@ -77,7 +79,14 @@ def _evaluate(options: Mapping[str, Any]) -> int:
     model = options["model"]
     run_dir = run_directory(options["run"], is_named=bool(model or servers.url or servers.endpoint))
     given: dict[str, Any] = {"servers": servers, "output": options["output"], "variables": variables}
-    return _run(Plan(settings, model=model, run_dir=run_dir, **given))
+    plan = Plan(settings, model=model, run_dir=run_dir, **given)
+    continues = f"the same command continues from {plan.output}"
+    if plan.servers.starts is Scheduler.SKYPILOT:
+        continues = "a job that was launched continues; see sky jobs queue"
+    try:
+        return asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {continues}"))
+    except DependencyLostError as error:
+        raise DependencyLostError(f"{error}; the same command continues from what is done") from error
 
 
 def _settings(options: Mapping[str, Any]) -> EvaluationSettings:
@@ -96,21 +105,6 @@ def _settings(options: Mapping[str, Any]) -> EvaluationSettings:
         name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
         print(f"evaluate: {name} is set and answers; --agent= leaves it out", file=sys.stderr)
     return settings
-
-
-def _run(plan: Plan) -> int:
-    """Run a planned evaluation; return the exit code.
-
-    Raises:
-        DependencyLostError: servers do not answer; the message says how to continue.
-    """
-    continues = f"the same command continues from {plan.output}"
-    if plan.servers.starts is Scheduler.SKYPILOT:
-        continues = "a job that was launched continues; see sky jobs queue"
-    try:
-        return asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {continues}"))
-    except DependencyLostError as error:
-        raise DependencyLostError(f"{error}; the same command continues from what is done") from error
 
 
 def run_directory(run: str | None, *, is_named: bool) -> Path | None:

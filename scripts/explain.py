@@ -7,7 +7,6 @@ it; rank 0 prints the result.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from local_runner.nodes import free_port
 from services.core import logs
 from services.core.endpoints import ENDPOINTS_VARIABLE, TRAINER_RENDEZVOUS_PORT, Task
 from services.core.errors import ConfigurationError, exit_code_of
@@ -27,19 +27,17 @@ from trainer.__main__ import launch_ranks, leave
 from trainer.reporting.group_records import GroupRecords
 
 if TYPE_CHECKING:
-    from trainer.explain import Compared, Explanation, GroupReport, Silence
+    from trainer.explain import Compared, Explanation, GroupReport
 
 Run = Annotated[str, typer.Argument(help="Id or directory of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with every number instead of text.")]
+SILENCES = ("clip", "cap", "mask")
+"""The reasons for which the loss gives a token no gradient."""
 SHOWN_GROUPS = 3
 """The groups whose completions the text shows; JSON has all."""
 
 
-def main(
-    run: Run,
-    step: Annotated[int, typer.Option(min=1, help="The step.")],
-    as_json: AsJson = False,
-) -> None:
+def main(run: Run, step: Annotated[int, typer.Option(min=1, help="The step.")], as_json: AsJson = False) -> None:
     """Compute a step of a run again, to the bit, and show which groups and tokens moved the weights."""
     in_ranks(find_run(run).path, step, as_json=as_json)
 
@@ -52,9 +50,7 @@ def verify(run: Run, as_json: AsJson = False) -> None:
     run_dir = find_run(run).path
     steps = GroupRecords(run_dir).steps
     if not steps:
-        raise ConfigurationError(
-            f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps a run keeps them"
-        )
+        raise ConfigurationError(f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps it keeps them")
     in_ranks(run_dir, steps[-1], as_json=as_json, all_steps=True)
 
 
@@ -66,9 +62,7 @@ def in_ranks(run_dir: Path, step: int, **options: Any) -> None:
         typer.Exit: a rank failed, and has written its error to stderr, or steps differ from the run.
     """
     then = GroupRecords(run_dir).head(step).computation
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting = {f"{Task.TRAINER}-0:{TRAINER_RENDEZVOUS_PORT}": f"127.0.0.1:{listener.getsockname()[1]}"}
+    meeting = {f"{Task.TRAINER}-0:{TRAINER_RENDEZVOUS_PORT}": f"127.0.0.1:{free_port()}"}
     os.environ[ENDPOINTS_VARIABLE] = orjson.dumps(meeting).decode()
     if then.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -122,7 +116,9 @@ def show(console: Console, explained: Explanation) -> None:
     line(verdict(explained.compared))
     scaled = f", scaled down to {explained.max_grad_norm:g}" if norm > explained.max_grad_norm else ""
     line(f"loss {metrics.get('loss', 0.0):.5g}, gradient norm {norm:.5g}{scaled}")
-    line(f"{tokens} tokens in LOSS={explained.loss}: {_silenced(explained.silence)}")
+    silence = explained.silence
+    shares = ", ".join(f"{kind} {silence[kind]} ({silence[kind] / max(tokens, 1):.1%})" for kind in SILENCES)
+    line(f"{tokens} tokens in LOSS={explained.loss}: silenced by {shares}; bounded {silence['bounded']}")
     line(f"{explained.without_advantage} trained tokens have advantage 0")
     sampled = ", ".join(f"{version}: {count}" for version, count in explained.versions.items())
     line(f"trained tokens by the policy version that sampled them: {sampled}")
@@ -154,10 +150,10 @@ def verdict(compared: Compared) -> str:
     what = f"{compared.metrics} metrics of {steps}"
     if compared.tensors is not None:
         what += f" and the {compared.tensors} tensors of checkpoint step-{compared.last:06d}"
+    if compared.step is None and not compared.metrics:
+        return f"{steps}: no metrics"
     if compared.step is None:
-        return (
-            f"equal to the bit: {what}, computed from {compared.begin}" if compared.metrics else f"{steps}: no metrics"
-        )
+        return f"equal to the bit: {what}, computed from {compared.begin}"
     first = compared.differences[0]
     place = f"step {compared.step} first differs in {first.name}: {first.recorded} then, {first.recomputed} now"
     if first.elements is not None:
@@ -174,15 +170,8 @@ def _row(group: GroupReport) -> list[str | Text]:
     silenced = sum((one.silence for one in group.completions), Counter[str]())
     name = f"{group.group_id} (replayed, weight {group.weight:.3g})" if group.is_replayed else group.group_id
     versions = ", ".join(map(str, group.versions))
-    share = f"{(silenced['clip'] + silenced['cap'] + silenced['mask']) / max(silenced['tokens'], 1):.0%}"
+    share = f"{sum(silenced[kind] for kind in SILENCES) / max(silenced['tokens'], 1):.0%}"
     return [Text(name), f"{group.grad_norm:.4g}", f"{group.share:.1%}", mean, versions, share, Text(repr(group.prompt))]
-
-
-def _silenced(silence: Silence) -> str:
-    shares = [
-        f"{kind} {silence[kind]} ({silence[kind] / max(silence['tokens'], 1):.1%})" for kind in ("clip", "cap", "mask")
-    ]
-    return f"silenced by {', '.join(shares)}; bounded {silence['bounded']}"
 
 
 def _table(console: Console, title: str, *columns: str) -> Table:

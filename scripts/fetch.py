@@ -33,9 +33,7 @@ LAUNCH_OPTIONS = ("--yes", "--down", "--idle-minutes-to-autostop=30")
 
 def main(
     run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="The run's id.")],
-    what: Annotated[
-        str, typer.Option(help="A directory of the run: model, policy/v000012, checkpoints, or `.` for all of it.")
-    ] = "model",
+    what: Annotated[str, typer.Option(help="model, policy/v000012, checkpoints, or `.` for all of it.")] = "model",
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/RUN_ID/WHAT.")] = None,
 ) -> None:
     """Copy what a run has made from a cluster's volume to this machine."""
@@ -43,7 +41,9 @@ def main(
     if target.exists():
         raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
     partial = target.with_name(f".{target.resolve().name}.partial")
-    check_programs()
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        needed = f"fetching from a cluster needs {', '.join(PROGRAMS)}"
+        raise ConfigurationError(f"{', '.join(missing)} not found on PATH; {needed}")
     partial.mkdir(parents=True, exist_ok=True)
     with pod(run_id) as host:
         source = f"{MOUNT}/{run_id}/{what}"
@@ -55,19 +55,6 @@ def main(
         raise ConfigurationError(f"{run_id} has no files in {what}; name another directory of the run with --what")
     replace_directory(partial, target)
     print(f"{target}: {count} files")
-
-
-def check_programs() -> None:
-    """Check that this machine has the programs that fetch from a cluster.
-
-    Raises:
-        ConfigurationError: some are not installed.
-    """
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if missing:
-        raise ConfigurationError(
-            f"{', '.join(missing)} not found on PATH; fetching from a cluster needs {', '.join(PROGRAMS)}"
-        )
 
 
 @contextmanager
@@ -92,10 +79,8 @@ def check_readable(host: str, directory: str) -> None:
     done = subprocess.run(["ssh", host, f"cd {shlex.quote(directory)}"], capture_output=True, text=True, check=False)
     if done.returncode:
         there = subprocess.run(["ssh", host, f"ls -t {MOUNT}"], capture_output=True, text=True, check=False)
-        raise ConfigurationError(
-            f"{directory} cannot be read on the volume: {done.stderr.strip()}; the runs there, newest first: "
-            f"{', '.join(there.stdout.split()) or 'none'}"
-        )
+        runs = f"the runs there, newest first: {', '.join(there.stdout.split()) or 'none'}"
+        raise ConfigurationError(f"{directory} cannot be read on the volume: {done.stderr.strip()}; {runs}")
 
 
 def run(*command: str) -> None:

@@ -39,9 +39,7 @@ def main(
     run_dir = find_run(run).path
     records = GroupRecords(run_dir)
     if not records.steps:
-        raise ConfigurationError(
-            f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps a run keeps them"
-        )
+        raise ConfigurationError(f"{run_dir} has no recorded groups; RECORD_GROUPS says of which steps it keeps them")
     answers, left_out = read_answers(records)
     kept = choose(answers, where, per_prompt, left_out)
     _print(answers, kept, left_out)

@@ -61,7 +61,9 @@ COMMANDS = {
         "scripts.tasks", TRAINING, ("grpo tasks check examples/tasks", "grpo tasks check tasks.txt --jobs 8")
     ),
     "doctor": Program("local_runner.doctor", TRAINING, ("grpo doctor",)),
-    "diagnose": Program("scripts.diagnose", QUESTIONS, ("grpo diagnose", "grpo diagnose grpo-20260131-120000 --json")),
+    "diagnose": Program(
+        "local_runner.status", QUESTIONS, ("grpo diagnose", "grpo diagnose grpo-20260131-120000 --json"), "diagnose"
+    ),
     "fork": Program("local_runner.fork", QUESTIONS, ("grpo fork grpo-20260131-120000 --at 40 --env LOSS=cispo",)),
     "explain": Program("scripts.explain", QUESTIONS, ("grpo explain grpo-20260131-120000 --step 57",)),
     "verify": Program("scripts.explain", QUESTIONS, ("grpo verify grpo-20260131-120000",), "verify"),

@@ -59,20 +59,14 @@ def _table(fields: dict[str, FieldInfo], settings: type[Settings], explained: se
     shared = [name for name, text in texts.items() if text in explained]
     explained.update(texts.values())
     of_all = vars(settings).get("read_with")
-    for name, choices in settings.choices().items():
-        if own := [f"`{choice.replace('|', ' or ')}`" for choice in choices if choice != of_all]:
-            text = meanings[name].removesuffix(ADVANCED).rstrip()
-            meanings[name] = (
-                f"{text} Read with {' and '.join(own)} alone. {ADVANCED * meanings[name].endswith(ADVANCED)}"
-            )
-    rows = {
-        name: f"| `{name.upper()}` | {_default(field)} | {meanings[name].removesuffix(ADVANCED).rstrip()} |"
-        for name, field in fields.items()
-    }
-    usual, advanced = (
-        [row for name, row in rows.items() if name not in shared and meanings[name].endswith(ADVANCED) is is_advanced]
-        for is_advanced in (False, True)
-    )
+    choices = settings.choices()
+    usual, advanced = list[str](), list[str]()
+    for name in [name for name in fields if name not in shared]:
+        own = [f"`{choice.replace('|', ' or ')}`" for choice in choices.get(name, ()) if choice != of_all]
+        read_with = f" Read with {' and '.join(own)} alone." if own else ""
+        text = meanings[name].removesuffix(ADVANCED).rstrip() + read_with
+        row = f"| `{name.upper()}` | {_default(fields[name])} | {text} |"
+        (advanced if meanings[name].endswith(ADVANCED) else usual).append(row)
     lines = ["| variable | default | meaning |", "|---|---|---|", *usual, ""] if usual else []
     if advanced:
         lines += ["Advanced:\n", "| variable | default | meaning |", "|---|---|---|", *advanced, ""]

@@ -64,9 +64,7 @@ _LEFT_OUT = re.compile(r"no completion could be generated prompt_id=(\S+) reason
 
 
 def main(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="JOBGROUP", help="The job group's YAML; default: that of `grpo launch`.")
-    ] = None,
+    path: Annotated[Path | None, typer.Argument(metavar="JOBGROUP", help="Default: that of `grpo launch`.")] = None,
     model: Annotated[str | None, Option(help="A name on the hub, or a directory; no weights are read.")] = None,
     env: Env = None,
     env_file: EnvFiles = None,
@@ -238,13 +236,11 @@ class Rehearsal:
                 sentence = f"{count} answers failed ({reason}): {example}"
                 is_own = reason in OWN_REASONS or reason in ("reward_error", "reward_timeout")
                 self.change(sentence) if is_own else self.line("failed", sentence)
-        for found in filter(None, map(_LEFT_OUT.search, _lines(run_dir / "logs" / "ppo-trainer-0.log"))):
+        for found in filter(None, map(_LEFT_OUT.search, Run(run_dir).log_end("ppo-trainer-0"))):
             if not any(found["reason"] in change for change in self.changes):
                 self.change(f"prompts such as {found[1]} have no answer: {found['reason']}")
-        if any(IGNORES_TOOLS in line for line in _lines(run_dir / "logs" / "gateway-0.log")):
-            self.change(
-                f"{IGNORES_TOOLS}, so that {self.target} never sees them; give a model whose template has `tools`"
-            )
+        if any(IGNORES_TOOLS in line for line in Run(run_dir).log_end("gateway-0")):
+            self.change(f"{IGNORES_TOOLS}, so that {self.target} never sees them; give a template that has `tools`")
 
 
 def _template_problems(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -273,7 +269,3 @@ def _template_problems(folder: Path, settings: Mapping[str, Any]) -> Iterator[st
     token = tokenizer.added_tokens_decoder.get(first)
     if ends and token is not None and token.special and first not in ends:
         yield f"the chat template of {folder} ends an answer with {token.content!r}, which is not in eos_token_id"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

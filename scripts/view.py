@@ -21,6 +21,8 @@ from services.http.server import listen, serve
 from services.run_page.directory import Run, find_run, find_runs
 from services.run_page.routes import PUBLIC, add_run_page
 
+NAMES = "Ids or directories, or a directory of runs. Default: the newest run below runs/."
+
 
 def create_view_app(settings: Settings, runs: list[Run]) -> FastAPI:
     """Return the application that shows ``runs``."""
@@ -35,12 +37,7 @@ def create_view_app(settings: Settings, runs: list[Run]) -> FastAPI:
 
 
 def main(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...", help="Ids or directories, or a directory of runs. Default: the newest run below runs/."
-        ),
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8005,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,

@@ -166,12 +166,18 @@ def batches(completions: int) -> dict[str, Settings]:
 
 # --- methods ----------------------------------------------------------------------------------------------------------
 
+
+def ppo(rate: str) -> Settings:
+    """Return PPO with the critic's learning rate."""
+    return {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": rate}
+
+
 METHODS: dict[str, Settings] = {
     "GRPO": {},
     "Dr. GRPO": {"ADVANTAGE": "dr_grpo", "AGGREGATION": "constant_length"},
     "RLOO": {"ADVANTAGE": "rloo"},
     "REINFORCE++": {"ADVANTAGE": "reinforce"},
-    "PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": "1e-3"},
+    "PPO": ppo("1e-3"),
     "sequence mean": {"AGGREGATION": "sequence_mean"},
     "dynamic sampling": {"DYNAMIC_SAMPLING_TRIES": "2"},
     "SFT on right answers": {"ADVANTAGE": "benchmarks.results.experiments:right_answers"},
@@ -182,16 +188,13 @@ RATES = ("4e-3", "2e-3", "4e-3", "2e-3", "2e-3", "2e-3", "2e-3", "1e-3", "4e-3")
 """The best learning rate of each method on the tiny task, by its mean reward on the seeds 100 and 101."""
 AT_BEST = {name: at(rate, own) for (name, own), rate in zip(METHODS.items(), RATES, strict=True)}
 TRIED = {f"{name} at {rate}": at(rate, own) for name, own in METHODS.items() for rate in ("1e-3", "2e-3", "4e-3")}
-OF_DEMO = METHODS | {
-    "PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": "1e-5"},
-    "overlong penalty": {"OVERLONG_BUFFER": "4"},
-}
+OF_DEMO = METHODS | {"PPO": ppo("1e-5"), "overlong penalty": {"OVERLONG_BUFFER": "4"}}
 
 
 def four_updates(critic_rate: str) -> dict[str, Settings]:
     """Return the methods that differ in the ratio to the policy at the start of the step, 1 in the first update."""
     own = {"GRPO": {}, "clip-higher": {"CLIP_HIGH": "0.28"}, "GSPO": {"LOSS": "gspo"}, "CISPO": {"LOSS": "cispo"}}
-    own |= {"PPO": {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": critic_rate}}
+    own |= {"PPO": ppo(critic_rate)}
     return {name: {"UPDATES_PER_BATCH": "4"} | settings for name, settings in own.items()}
 
 
@@ -344,12 +347,7 @@ EXPERIMENTS: Mapping[str, list[Run]] = {
     "gsm8k": runs("GSM8K", GSM8K, range(3), {"GRPO": {}}),
     "step": [
         *runs("float32", QUICK, range(2), BESIDE_TRL),
-        *runs(
-            "bfloat16",
-            QUICK | BFLOAT16,
-            range(2),
-            BESIDE_TRL,
-        ),
+        *runs("bfloat16", QUICK | BFLOAT16, range(2), BESIDE_TRL),
     ],
     "publication": runs("two rollout nodes", QUICK | {"MAX_NEW_TOKENS": "4"}, range(1), TRANSPORTS),
 }

@@ -19,15 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from benchmarks.job import ROOT
 from services.core.files import read_records
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KEPT = ROOT / "docs/results"
 CONFIDENCE = 0.95
@@ -108,14 +105,10 @@ def by_name(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
     return named
 
 
-def commonest_processor(rows: Iterable[Row]) -> str:
-    """Return the processor that made most of the rows; seconds of different processors cannot be compared."""
-    return str(Counter(row["processor"] for row in rows).most_common(1)[0][0])
-
-
 def table(rows: Mapping[str, Sequence[Row]], base: str | None, args: argparse.Namespace) -> str:
     """Return a Markdown table of rows by name, without the columns that are empty; ``base`` is compared with."""
-    processor = commonest_processor(row for runs in rows.values() for row in runs)
+    # Seconds of different processors cannot be compared.
+    [(processor, _)] = Counter(row["processor"] for runs in rows.values() for row in runs).most_common(1)
     lines: list[dict[str, object]] = []
     for name, runs in rows.items():
         line: dict[str, object] = {"": name, "seeds": len(runs)}
@@ -148,7 +141,12 @@ def draw_curves(rows: Sequence[Row], task: str, name: str) -> Path:
 
     A line is the mean over a variant's seeds until its shortest run ends, in a band from the least to the most.
     """
-    figure = _figure(name, (12, 4))
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # The same bytes for the same rows.
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none"}
+    figure = Figure(figsize=(12, 4), layout="constrained")
     by_step, by_tokens = figure.subplots(1, 2, sharey=True)
     for number, (variant, runs) in enumerate(by_name(rows, "variant").items()):
         count = min(len(row["rewards"]) for row in runs)
@@ -162,19 +160,6 @@ def draw_curves(rows: Sequence[Row], task: str, name: str) -> Path:
     by_step.set(xlabel="step", ylabel="mean reward of completions", title=task)
     by_tokens.set(xlabel="generated tokens")
     figure.legend(*by_step.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    return _saved(figure, name)
-
-
-def _figure(name: str, size: tuple[float, float]) -> Figure:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none"}
-    return Figure(figsize=size, layout="constrained")
-
-
-def _saved(figure: Figure, name: str) -> Path:
-    """Write the same bytes for the same rows."""
     path = KEPT / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None})
     # matplotlib leaves spaces at the ends of lines.

@@ -12,7 +12,7 @@ import yaml
 
 from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
-from scripts.launch.sizes import Tier, derive, parse_gpus
+from scripts.launch.sizes import Sizes, Tier, derive, parse_gpus
 from services.core.endpoints import Task, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
@@ -114,10 +114,11 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
+    gpus = {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
     by_source: dict[str, Changes] = {
         "derived": sizes.resources | _variables(group, sizes.settings),
         "preset": counts | _variables(group, preset),
-        "given": of_options | _accelerators(tiers) | _variables(group, given),
+        "given": of_options | gpus | _variables(group, given),
     }
     changes = {key: value for part in by_source.values() for key, value in part.items()}
     return Plan(
@@ -126,16 +127,8 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=skypilot.edited(before, changes),
         sources={key: source for source, part in by_source.items() for key in part},
         volume=sizes.volume,
-        notes=[*adapters, *_left_behind(_named_paths(loaded)), *_notes(trainer, model, sizes.seconds, preset)],
+        notes=[*adapters, *_left_behind(_named_paths(loaded)), *_forecast(trainer, model, sizes, preset)],
     )
-
-
-def _notes(
-    settings: TrainerSettings, model: Model, seconds: StepSeconds | None, preset: Mapping[str, str]
-) -> Iterator[str]:
-    yield f"layout of micro-batches: {describe_layout(settings, model.shape)}"
-    if forecast := _forecast(seconds, preset):
-        yield forecast
 
 
 def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) -> bool:
@@ -144,21 +137,14 @@ def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) 
     return is_faster and settings.mode is Mode.SYNC and not settings.dynamic_sampling_tries
 
 
-def _forecast(seconds: StepSeconds | None, preset: Mapping[str, str]) -> str:
-    """Return the forecasts of a step in both modes as text, and the option that undoes the preset; "" without any."""
-    if seconds is None:
-        return ""
-    text = (
-        f"a step, by forecast: {seconds.synchronous:.1f} s synchronous (generating {seconds.generate:.1f}, training "
-        f"{seconds.train:.1f}, publishing {seconds.publish:.1f}), {seconds.asynchronous:.1f} s asynchronous with "
-        "MAX_STALENESS=1"
-    )
-    return text + ("; --env MODE=sync trains synchronously" if ASYNCHRONOUS.items() <= preset.items() else "")
-
-
-def _accelerators(tiers: Mapping[str, Tier]) -> Changes:
-    """Return the GPUs of each tier as values to write."""
-    return {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
+def _forecast(settings: TrainerSettings, model: Model, sizes: Sizes, preset: Mapping[str, str]) -> Iterator[str]:
+    """Yield the layout of micro-batches, and if it is known how long a step takes in both modes."""
+    yield f"layout of micro-batches: {describe_layout(settings, model.shape)}"
+    if (seconds := sizes.seconds) is not None:
+        text = f"a step, by forecast: {seconds.synchronous:.1f} s synchronous"
+        parts = f"generating {seconds.generate:.1f}, training {seconds.train:.1f}, publishing {seconds.publish:.1f}"
+        undo = "; --env MODE=sync trains synchronously" if ASYNCHRONOUS.items() <= preset.items() else ""
+        yield f"{text} ({parts}), {seconds.asynchronous:.1f} s asynchronous with MAX_STALENESS=1{undo}"
 
 
 def _name(model: str, group: str, tiers: Mapping[str, Tier]) -> str:
@@ -175,10 +161,7 @@ def group_of(options: Mapping[str, str], request: Request) -> tuple[Path, dict[s
     if request.colocate or is_colocated(options):
         return COLOCATED, _of_shared_gpus(options, request)
     if options.get("PUBLISH_TRANSPORT") == "local":
-        raise ConfigurationError(
-            "PUBLISH_TRANSPORT is local, but the job group's trainer and engines run on different hosts; leave it out, "
-            "or have them share GPUs by --colocate"
-        )
+        raise ConfigurationError("PUBLISH_TRANSPORT=local needs trainer and engines on the same GPUs: give --colocate")
     agent, environment = request.agent or options.get("AGENT"), request.environment or options.get("ENVIRONMENT")
     if agent and environment:
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
@@ -200,8 +183,8 @@ def _of_shared_gpus(options: Mapping[str, str], request: Request) -> dict[str, s
     """Return the transport that several nodes and adapters need where engines run on the trainer's GPUs."""
     if any((request.asynchronous, request.agent, request.environment, request.rollout_nodes, request.rollout_gpus)):
         raise ConfigurationError(
-            "--colocate has no rollout nodes for --rollout-nodes and --rollout-gpus, no services for --agent and "
-            "--environment, and engines that sleep while the trainer trains, so not --async; leave one out"
+            "--colocate has neither rollout nodes nor services of agents, and its engines sleep while the trainer "
+            "trains; leave it out, or --rollout-nodes, --rollout-gpus, --agent, --environment and --async"
         )
     shares = (request.trainer_nodes or 1) == 1 and options.get("LORA_RANK", "0") == "0"
     return {} if shares or "PUBLISH_TRANSPORT" in options else {"PUBLISH_TRANSPORT": "disk"}
@@ -217,8 +200,7 @@ def _ways(options: Mapping[str, str]) -> set[str]:
         return set()
     if Path(name).is_absolute() or Path(name).resolve() != (ROOT / name).resolve():
         raise ConfigurationError(
-            f"SOURCES is {name!r}, but nodes get the files below {ROOT}: put it there, and name it from there, as in "
-            "SOURCES=mix.yaml"
+            f"SOURCES is {name!r}, but nodes get the files below {ROOT}; put it there, as in SOURCES=mix.yaml"
         )
     return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
 
@@ -287,10 +269,8 @@ def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
             continue
         is_below = Path(path).resolve() == (ROOT / path).resolve()
         if not is_below or any(fnmatch(Path(path).parts[0], pattern) for pattern in ignored):
-            yield (
-                f"caution: nodes do not get {variable}={path}: SkyPilot uploads what is below {ROOT}, without what "
-                ".skyignore names; put it there, or on the volume, as in /shared/models/NAME"
-            )
+            uploads = f"SkyPilot uploads what is below {ROOT}, without what .skyignore names"
+            yield f"caution: nodes do not get {variable}={path}: {uploads}; put it there, or in /shared/models/NAME"
 
 
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> Changes:
@@ -313,9 +293,7 @@ def _images(group: spec.JobGroup, image: str | None) -> Changes:
     if image is None:
         return {}
     if not TAGGED.fullmatch(image):
-        raise ConfigurationError(
-            f"--image {image} has no tag; give the one of `make image`: --image {image.partition('@')[0]}:v1"
-        )
+        raise ConfigurationError(f"--image {image} has no tag; give that of `make image`, as in NAME:v1")
     parts = {task.name: image_part(task) for task in group.tasks}
     return {(task, "resources.image_id"): f"docker:{image}-{part}" for task, part in parts.items()}
 

@@ -125,10 +125,8 @@ def derive(
         seconds = _forecast(settings, model, rollout, splits[rollout.choices[0]].engines, trainer.choices[0], work)
     engines = rollout.nodes * min(split.engines for split in splits.values())
     if settings.min_workers > engines:
-        raise ConfigurationError(
-            f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} nodes have {engines} engines; leave it out, "
-            "or give more --rollout-nodes"
-        )
+        problem = f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} nodes have {engines} engines"
+        raise ConfigurationError(f"{problem}; leave it out, or give more --rollout-nodes")
     follows = {"MIN_WORKERS": max(1, engines // 2)}  # a run continues with half of its workers
     if is_colocated:
         follows["ENGINE_MAX_TOTAL_TOKENS"] = tokens
@@ -175,14 +173,12 @@ def _resources(
     # SGLang has a scheduler for each GPU, and for each engine an HTTP server with the tokenizer, and a detokenizer. The
     # launcher and the router take one each, and the trainer eight.
     cpus = max(math.ceil((gpus.count + 2 * split.engines + 2) / 8) * 8 for gpus, split in splits.items())
+    gigabytes = f"{_gigabytes(96 if is_colocated else 64, memory)}+"
+    trainer: dict[tuple[str, str], str] = {(Task.TRAINER, "resources.memory"): gigabytes}
     if is_colocated:
-        return {
-            (Task.TRAINER, "resources.memory"): f"{_gigabytes(96, memory)}+",
-            (Task.TRAINER, "resources.cpus"): f"{cpus + 8}+",
-        }
+        return trainer | {(Task.TRAINER, "resources.cpus"): f"{cpus + 8}+"}
     most = max(_engine_bytes(shape, gpus, split) for gpus, split in splits.items())
-    return {
-        (Task.TRAINER, "resources.memory"): f"{_gigabytes(64, memory)}+",
+    return trainer | {
         (Task.ROLLOUT_SERVER, "resources.cpus"): f"{cpus}+",
         (Task.ROLLOUT_SERVER, "resources.memory"): f"{_gigabytes(32, most)}+",
     }
@@ -233,11 +229,11 @@ def _check_engines(settings: TrainerSettings, model: Model, rollout: Tier) -> No
     tokens = LEAST_SEQUENCES * (MEAN_PROMPT_TOKENS + settings.longest_answer)
     for gpus in rollout.choices:
         if cached_tokens(model.shape, gpus.count, gpus.card.memory) < tokens:
+            weights, has = (n / 1e9 for n in (model.shape.parameters * WEIGHT_BYTES, gpus.count * gpus.card.memory))
             raise ConfigurationError(
-                f"rollout-server on {gpus}: an engine of MODEL_NAME={model.name} needs its weights "
-                f"({model.shape.parameters * WEIGHT_BYTES / 1e9:.0f} GB) and keys and values of {tokens} tokens, and a "
-                f"node has {gpus.count * gpus.card.memory / 1e9:.0f} GB; lower MAX_NEW_TOKENS, or give --rollout-gpus "
-                "with more or larger cards"
+                f"rollout-server on {gpus}: an engine of MODEL_NAME={model.name} needs {weights:.0f} GB of weights and "
+                f"keys and values of {tokens} tokens, but a node has {has:.0f} GB; lower MAX_NEW_TOKENS, or give more "
+                "or larger --rollout-gpus"
             )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
-from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response
 
-from services import run_page
 from services.core.errors import ConfigurationError
 from services.core.tasks import run_until_first_ends
 from services.evaluation_head.discovery import Discovery
@@ -26,7 +25,7 @@ from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
 from services.http.problems import ProblemError
 from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
-from services.run_page.routes import HEADERS
+from services.run_page import routes
 
 SERVICE = "evaluation-head"
 MAX_BODY_BYTES = 16 * 2**20
@@ -34,9 +33,8 @@ TICK_SECONDS = 1.0
 HISTORY_SECONDS = 600
 
 STATIC = Path(__file__).parent / "static"
-SHARED = Path(run_page.__file__).parent / "static"
-# The run page's files come first, so that both pages have one style, one chart and one way to write a number.
-FILES = {p.name: p for folder in (SHARED, STATIC) for p in folder.iterdir() if p.suffix in (".js", ".css")}
+# With the run page's files, so that both pages have one style, one chart and one way to write a number.
+FILES = routes.FILES | {path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css")}
 PUBLIC = ("/", "/dashboard", *(f"/static/{name}" for name in FILES))
 """Paths that a browser may load before it has the token; they contain no data."""
 
@@ -70,10 +68,7 @@ class Head:
         """
         settings = self.settings
         if not settings.policies:
-            raise ConfigurationError(
-                "HEAD_POLICIES is empty: name a policy, as --policies cartpole=policies/cartpole or "
-                "--policies llm=http://rollout-server:30000"
-            )
+            raise ConfigurationError("HEAD_POLICIES is empty: name a policy, as --policies llm=http://HOST:30000")
         async with AsyncExitStack() as stack:
             for name, target in settings.policies.items():
                 self.policies[name] = await stack.enter_async_context(make_policy(name, target, settings))
@@ -192,22 +187,11 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
     """Add the page and ``/ws`` to an application made with ``public=PUBLIC``."""
     token = head.settings.token
     page = (STATIC / "dashboard.html").read_text("utf-8")
-    page = page.replace('data-asks-token="false"', f'data-asks-token="{str(token is not None).lower()}"')
+    routes.add_page(app, "/dashboard", page, FILES, asks_token=token is not None)
 
     @app.get("/", include_in_schema=False)
     async def get_root() -> Response:
         return RedirectResponse("dashboard")
-
-    @app.get("/dashboard", tags=["dashboard"], response_class=Response)
-    async def get_dashboard() -> Response:
-        """Return the dashboard, a page for a browser."""
-        return Response(page, media_type="text/html", headers=HEADERS)
-
-    @app.get("/static/{name}", include_in_schema=False)
-    async def get_file(name: str) -> Response:
-        if name not in FILES:
-            raise ProblemError(404, f"no file {name!r} here")
-        return FileResponse(FILES[name], headers=HEADERS)
 
     @app.websocket("/ws")
     async def watch(socket: WebSocket) -> None:

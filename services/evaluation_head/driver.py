@@ -28,16 +28,7 @@ from services.evaluation_head.registry import Registry, Server
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.evaluation import (
-    Action,
-    DiscoveredServer,
-    EnvironmentInfo,
-    EnvironmentServerHealth,
-    ResetRequest,
-    ServerMode,
-    ServerState,
-    StepResult,
-)
+from services.protocol import evaluation as wire
 
 log = get_logger(__name__)
 
@@ -54,7 +45,7 @@ ENTRANCE_SECONDS = 1.0
 class Link:
     """The head's connection to one discovered server, and the play of the episodes there; see Arena."""
 
-    def __init__(self, server: DiscoveredServer, record: Server, driver: Driver) -> None:
+    def __init__(self, server: wire.DiscoveredServer, record: Server, driver: Driver) -> None:
         assert server.url is not None
         self._settings = driver.settings
         self.discovered = server
@@ -91,15 +82,15 @@ class Link:
 
     async def _probe(self) -> None:
         """Ask for the server's health; record it and whether the server can be played on."""
-        record, state, detail, is_well = self.record, ServerState.UNREACHABLE, None, False
+        record, state, detail, is_well = self.record, wire.ServerState.UNREACHABLE, None, False
         self._probed = time.monotonic()
         try:
             response = await self._server.send_once("GET", "/health", seconds=PROBE_SECONDS)
             if response.status_code == 503:
-                state = ServerState.STARTING
+                state = wire.ServerState.STARTING
             else:
-                health = EnvironmentServerHealth.model_validate_json(response.content)
-                state, record.environment = ServerState.CONNECTED, health.environment
+                health = wire.EnvironmentServerHealth.model_validate_json(response.content)
+                state, record.environment = wire.ServerState.CONNECTED, health.environment
                 detail = f"plays by itself, as {health.name}" if health.pushing else None
                 is_well = not health.pushing and not record.is_heard
         except DependencyLostError as error:
@@ -122,7 +113,7 @@ class Link:
     async def _drive(self) -> None:
         """Play until there is nothing left to play, or the server or the policy fails."""
         record = self.record
-        record.mode = ServerMode.DRIVEN
+        record.mode = wire.ServerMode.DRIVEN
         try:
             each = self._settings.head_drive_episodes
             await play(each, self, self._seeds, self._ask, self._note_end, self._note_steps, self.under_way)
@@ -131,7 +122,7 @@ class Link:
             log.warning("playing stopped with an error", server=record.name, error=record.detail)
             await self.end(self.under_way)
         finally:
-            record.mode = ServerMode.IDLE
+            record.mode = wire.ServerMode.IDLE
             self._registry.lose(record, [episode.id for episode in self.under_way])
             self.under_way.clear()
 
@@ -144,7 +135,7 @@ class Link:
         Raises:
             DependencyLostError, RequestRefusedError: the server begins none.
         """
-        request = ResetRequest(episodes=len(seeds), seed=seeds[0], request_id=uuid.uuid4().hex)
+        request = wire.ResetRequest(episodes=len(seeds), seed=seeds[0], request_id=uuid.uuid4().hex)
         reply, _ = await asyncio.gather(self._server.reset(request), self._announce(len(seeds)))
         episodes = [Episode.begun(start, reply.environment) for start in reply.episodes]
         self._policy = self._fitting(reply.environment)
@@ -155,7 +146,7 @@ class Link:
         self._begun += len(seeds)
         return episodes
 
-    async def step(self, moves: Sequence[tuple[Episode, Action]]) -> list[StepResult]:
+    async def step(self, moves: Sequence[tuple[Episode, wire.Action]]) -> list[wire.StepResult]:
         """Take one action in each of some episodes.
 
         Raises:
@@ -176,7 +167,7 @@ class Link:
             requests = [self._entrance.send_once("GET", "/health", seconds=ENTRANCE_SECONDS) for _ in range(episodes)]
             await asyncio.gather(*requests, return_exceptions=True)
 
-    def _fitting(self, environment: EnvironmentInfo) -> Policy | None:
+    def _fitting(self, environment: wire.EnvironmentInfo) -> Policy | None:
         """Return the first policy that fits the environment; None if none does, with the reason in the record."""
         if environment.seats > 1:
             self.record.detail = f"{environment.id} has {environment.seats} seats; the head plays environments of one"
@@ -237,7 +228,7 @@ class Driver:
         """The links to all servers, in any state, and to former ones while they have episodes."""
         return list(self._tasks)
 
-    def update(self, discovered: list[DiscoveredServer]) -> None:
+    def update(self, discovered: list[wire.DiscoveredServer]) -> None:
         """Connect to new servers, and drop the links to servers that vanished or moved."""
         wanted = {server.name: server for server in discovered if server.url is not None}
         for link in self.links:

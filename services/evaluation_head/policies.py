@@ -204,9 +204,8 @@ class LanguagePolicy(Policy):
             "messages": messages,
             "max_tokens": self._settings.head_llm_max_tokens,
             "temperature": 0,
+            **({"logprobs": True} if logprobs else {}),
         }
-        if logprobs:
-            payload["logprobs"] = True
         async with self._places:
             version = self._version
             try:
@@ -231,9 +230,7 @@ def _conversation(index: int, state: State) -> list[dict[str, str]]:
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise StatesRefusedError(
-            f'state {index} is not a list of messages {{"role", "content"}}: {where}: {first["msg"]}'
-        ) from error
+        raise StatesRefusedError(f"state {index} is not a list of messages: {where}: {first['msg']}") from error
 
 
 class FunctionPolicy(Policy):
@@ -261,9 +258,8 @@ class FunctionPolicy(Policy):
             actions = _ACTIONS.validate_python(to_jsonable_python(output))
             json.dumps(actions, allow_nan=False, ensure_ascii=False).encode()
         except ValueError as error:  # also for values that JSON lacks, such as NaN, infinities and numbers of numpy
-            raise PolicyFailedError(
-                f"{self._target} gave {output!r:.100}; needed is a list with an int, finite float, str or list a state"
-            ) from error
+            needed = "needed is a list with an int, finite float, str or list a state"
+            raise PolicyFailedError(f"{self._target} gave {output!r:.100}; {needed}") from error
         if len(actions) != len(states):
             raise PolicyFailedError(f"{self._target} gave {len(actions)} actions for {len(states)} states")
         self.states += len(states)

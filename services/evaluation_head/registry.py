@@ -167,11 +167,8 @@ class Registry:
         server = self.servers.setdefault(request.server, Server(request.server))
         is_other = server.instance_key != request.instance_key
         if server.mode is ServerMode.DRIVEN or (is_other and server.instance_key is not None and server.is_heard):
-            raise ProblemError(
-                409,
-                f"another server is called {request.server!r} and was heard {server.age:.0f} s ago; give "
-                "ENVIRONMENT_SERVER_NAME another name, or wait until that one is silent",
-            )
+            problem = f"another server is called {request.server!r} and was heard {server.age:.0f} s ago"
+            raise ProblemError(409, f"{problem}; give another ENVIRONMENT_SERVER_NAME, or wait until it is silent")
         if is_other:
             self.lose(server)
         server.instance_key = request.instance_key

@@ -183,10 +183,8 @@ def load(source: Source, device: torch.device) -> Loaded:
             shapes = [list(module(torch.zeros(n, *spec.state.shape, device=device)).shape) for n in (1, 3)]
     # torch raises errors of many types for a file that is damaged or something else.
     except Exception as error:
-        raise CheckpointError(
-            f"{source.file} cannot be read: {type(error).__name__}: {str(error)[:300]}; needed is a .pt2 file of "
-            f"save_policy, or a directory of versions with v000001/{FILE_NAME}"
-        ) from error
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        raise CheckpointError(f"{source.file} cannot be read: {why}; needed is a .pt2 file of save_policy") from error
     if shapes != [[n, *spec.output_shape] for n in (1, 3)]:
         raise CheckpointError(f"{source.file} gives {shapes[0]} for one state, not {[1, *spec.output_shape]}")
     return Loaded(spec, module, source, device)
@@ -197,7 +195,7 @@ class _Request(NamedTuple):
 
     states: NDArray[np.float32]
     """[count, *shape]"""
-    done: asyncio.Future[list[Decision]]
+    done: asyncio.Future[list[Decision | PolicyFailedError]]
     arrived: float
 
 
@@ -259,11 +257,14 @@ class TorchPolicy(Policy):
         self._waiting += len(rows)
         self._came.set()
         try:
-            return list(itertools.chain(*await asyncio.gather(*(request.done for request in requests))))
+            decided = [*itertools.chain(*await asyncio.gather(*(request.done for request in requests)))]
         finally:
             # The states of a client that left are skipped.
             for request in requests:
                 request.done.cancel()
+        if failures := [one for one in decided if isinstance(one, PolicyFailedError)]:
+            raise failures[0]
+        return [decision for decision in decided if isinstance(decision, Decision)]
 
     def misfit(self, environment: EnvironmentInfo) -> str | None:
         """See Policy."""
@@ -317,9 +318,8 @@ class TorchPolicy(Policy):
         if rows is None or rows.shape != (len(states), *shape):
             arrays = [_numbers(state) for state in states]
             at = next(i for i, array in enumerate(arrays) if array is None or array.shape != shape)
-            raise StatesRefusedError(
-                f"state {at} does not fit: policy {self.name!r} takes numbers of shape {list(shape)}"
-            )
+            takes = f"policy {self.name!r} takes numbers of shape {list(shape)}"
+            raise StatesRefusedError(f"state {at} does not fit: {takes}")
         with np.errstate(over="ignore"):
             narrow = rows.astype(np.float32)
         finite = np.isfinite(narrow).reshape(len(rows), -1).all(axis=1)
@@ -359,7 +359,7 @@ class TorchPolicy(Policy):
         return batch
 
     async def _decide(self, batch: Sequence[_Request]) -> None:
-        """Compute the decisions for one batch; a request with a state that has none gets its error."""
+        """Compute the decisions for one batch, or for its states the error."""
         started = time.monotonic()
         for request in batch:
             self._wait.observe(started - request.arrived)
@@ -381,13 +381,8 @@ class TorchPolicy(Policy):
         remaining = iter(decisions)
         for request in batch:
             own = list(itertools.islice(remaining, len(request.states)))
-            made = [decision for decision in own if isinstance(decision, Decision)]
-            if request.done.done():
-                continue
-            if len(made) == len(own):
-                request.done.set_result(made)
-            else:
-                request.done.set_exception(next(one for one in own if isinstance(one, PolicyFailedError)))
+            if not request.done.done():
+                request.done.set_result(own)
 
 
 def _numbers(value: Any) -> NDArray[np.float64] | None:

@@ -137,12 +137,8 @@ class ComponentMonitor:
     async def _find_nodes(self) -> None:
         """Add the nodes of the tasks of MANY_NODES that have come up."""
         for task, found in self._nodes.items():
-            addresses = await find_servers(len(found), task)
-            found += [
-                Component(f"{task.value}-{rank}", address.url)
-                for rank, address in enumerate(addresses)
-                if rank >= len(found)
-            ]
+            new = (await find_servers(len(found), task))[len(found) :]
+            found += [Component(f"{task.value}-{rank}", address.url) for rank, address in enumerate(new, len(found))]
 
     async def _poll(self, component: Component, read: Read) -> None:
         """Update a component's health, and if it is healthy, its figures by ``read``."""
@@ -179,10 +175,8 @@ class ComponentMonitor:
     async def _read_router(self, router: Component) -> None:
         listed = (await self._get_json(router, "/workers"))["workers"]
         routed = {worker["url"]: bool(worker.get("is_healthy", True)) for worker in listed}
-        router.figures = {
-            "workers routed": len(routed),
-            "requests in flight": sum(worker.get("load") or 0 for worker in listed),
-        }
+        router.figures["workers routed"] = len(routed)
+        router.figures["requests in flight"] = sum(worker.get("load") or 0 for worker in listed)
         for url in routed.keys() - self._workers.keys():
             self._workers[url] = Component(_worker_name(url), url)
         # A worker that left the routing may come back, so the monitor keeps polling it.
@@ -195,7 +189,10 @@ class ComponentMonitor:
         # SGLang has the first route, the embedded engine the second.
         loads = await self._get(worker, "/v1/loads?include=core")
         if loads.status_code == httpx.codes.OK:
-            worker.figures |= _load_figures(loads.json()["loads"])
+            ranks = loads.json()["loads"]  # one a data-parallel rank
+            worker.figures["running"] = sum(rank["num_running_reqs"] for rank in ranks)
+            worker.figures["waiting"] = sum(rank["num_waiting_reqs"] for rank in ranks)
+            worker.figures["tokens/s"] = round(sum(rank["gen_throughput"] for rank in ranks), 1)
         else:
             await self._read_stats(worker)
 
@@ -234,12 +231,3 @@ def _figures(stats: Json) -> Json:
     for name, value in stats.items():
         flat |= value if isinstance(value, dict) else {name: value}
     return {name.replace("_", " "): value for name, value in flat.items() if isinstance(value, str | int | float)}
-
-
-def _load_figures(loads: list[Json]) -> Json:
-    """Return the sums of SGLang's loads, one a data-parallel rank."""
-    return {
-        "running": sum(load["num_running_reqs"] for load in loads),
-        "waiting": sum(load["num_waiting_reqs"] for load in loads),
-        "tokens/s": round(sum(load["gen_throughput"] for load in loads), 1),
-    }

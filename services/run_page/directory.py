@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from services.core.endpoints import Task
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DamagedFileError
 from services.core.files import read_from, read_object, saved_steps, write_json
 from services.core.run_ids import UNDER_WAY_SECONDS, last_modified
-from services.run_page.diagnosis import Diagnosis, Finding
-from services.run_page.history import History, question_key
-from services.run_page.progress import Step
+from services.run_page.diagnosis import Diagnosis, Finding, History, question_key
+from services.run_page.progress import Row
 from services.run_page.records import MAX_CHARACTERS, Position, SampleIndex, cut, parse, read_lines
 
 RUNS = Path("runs")
@@ -116,10 +115,10 @@ class Run:
         self.evaluations = SampleIndex(path / "evaluations.jsonl")
         """The greedy completions of held-out prompts, each a group of its own."""
         self._lock = threading.Lock()
-        self._steps: list[Step] = []
         self._position = Position()
         self._diagnosis = Diagnosis(History())
-        self._diagnosed = Position()
+        self._is_damaged = False
+        """True if a line of metrics.jsonl is not the record of a step."""
 
     @property
     def nodes(self) -> Nodes | None:
@@ -220,10 +219,8 @@ class Run:
         if (nodes is not None and nodes.is_here) or ago >= UNDER_WAY_SECONDS:
             return None
         where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
-        return (
-            f"it may still run in {where}, since it was last written {ago / 60:.0f} minutes ago; "
-            f"if it is over, remove it by hand: rm -r {self.path}"
-        )
+        may_run = f"it may still run in {where}, since it was last written {ago / 60:.0f} minutes ago"
+        return f"{may_run}; if it is over, remove it by hand: rm -r {self.path}"
 
     def last_written(self) -> float:
         """Return the time of the newest of the run's own files and logs."""
@@ -257,14 +254,11 @@ class Run:
                 lock = stack.enter_context((self.path / LOCK).open("a"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigurationError(
-                    f"{self.path} is already running: its runner holds {LOCK}; end it or give another --run-id"
-                ) from None
+                problem = f"{self.path} is already running: its runner holds {LOCK}"
+                raise ConfigurationError(f"{problem}; end it or give another --run-id") from None
             except OSError as error:
-                raise ConfigurationError(
-                    f"{self.path} cannot be locked: {error}; needed is a directory of this user whose file system has "
-                    "locks"
-                ) from error
+                needed = "a directory of this user on a file system with locks"
+                raise ConfigurationError(f"{self.path} cannot be locked: {error}; needed is {needed}") from error
             yield
 
     def record_nodes(self, nodes: Nodes) -> None:
@@ -278,23 +272,23 @@ class Run:
         try:
             write_json(self.path / NODES, vars(nodes))
         except OSError as error:
-            raise ConfigurationError(
-                f"the run directory {self.path} cannot be written: {error}; make room there"
-            ) from error
+            raise ConfigurationError(f"{self.path} cannot be written: {error}; make room there") from error
 
     def record_states(self, states: Mapping[str, str]) -> None:
         """Write the states of the nodes into nodes.json, unless it cannot be written."""
         with contextlib.suppress(OSError):
             write_json(self.path / NODES, read_object(self.path / NODES) | {"states": states})
 
-    def steps(self) -> list[Step]:
-        """Return the steps of metrics.jsonl, of which only the new lines are read; a resumed run may have fewer."""
-        with self._lock, read_from(self.path / "metrics.jsonl"):
-            read = read_lines(self.path / "metrics.jsonl", self._position)
-            steps = [Step.read(line) for line in read.lines]
-            self._steps = steps if read.restarted else [*self._steps, *steps]
-            self._position = read.end
-            return self._steps
+    def steps(self) -> list[Row]:
+        """Return the records of metrics.jsonl; a resumed run may have fewer.
+
+        Raises:
+            DamagedFileError: a line is not the record of a step.
+        """
+        self.findings()
+        if self._is_damaged:
+            raise DamagedFileError(f"{self.path / 'metrics.jsonl'} is damaged: a line is not the record of a step")
+        return [*self._diagnosis.history.rows]
 
     def findings(self, accuracy_before: float | None = None) -> list[Finding]:
         """Return what is wrong with the run; only the new lines of metrics.jsonl are judged.
@@ -303,16 +297,20 @@ class Run:
             accuracy_before: the lower end of the accuracy before the first step; None: that of the run's files.
         """
         with self._lock, read_from(self.path / "metrics.jsonl"):
-            read = read_lines(self.path / "metrics.jsonl", self._diagnosed)
-            if read.restarted or not self._diagnosed.file:
-                self._diagnosis = Diagnosis(History(self.settings(Task.TRAINER)))
+            read = read_lines(self.path / "metrics.jsonl", self._position)
+            if read.restarted:
+                self._diagnosis, self._is_damaged = Diagnosis(History()), False
             history = self._diagnosis.history
             if read.lines:
+                history.settings = history.settings or self.settings(Task.TRAINER)
                 history.accuracy_before = self._accuracy_before() if accuracy_before is None else accuracy_before
                 history.held_out = history.held_out or self.held_out()
-            for row in filter(None, map(parse, read.lines)):
-                self._diagnosis.add(row)
-            self._diagnosed = read.end
+            for row in map(parse, read.lines):
+                if row is None:
+                    self._is_damaged = True
+                else:
+                    self._diagnosis.add(row)
+            self._position = read.end
             return self._diagnosis.findings()
 
     def _accuracy_before(self) -> float | None:

@@ -10,10 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import orjson
 
 T = TypeVar("T")
 
@@ -71,11 +68,9 @@ class Activity:
 
 def in_words(activity: Mapping[str, Any]) -> str:
     """Return what ``Activity.shown`` returned as text: what, how much is done, for how long, until when."""
-    until = activity["until"]
-    parts = [activity["what"], activity["done"], f"for {time.time() - activity['since']:.0f} s"]
-    return ", ".join(
-        [*filter(None, parts), *([time.strftime("until %H:%M:%S", time.localtime(until))] if until else [])]
-    )
+    until, seconds = activity["until"], time.time() - activity["since"]
+    end = time.strftime("until %H:%M:%S", time.localtime(until)) if until else ""
+    return ", ".join(filter(None, (activity["what"], activity["done"], f"for {seconds:.0f} s", end)))
 
 
 class ReportTimer:
@@ -92,46 +87,17 @@ class ReportTimer:
         return is_due
 
 
-@dataclass(frozen=True)
-class Step:
-    """The record of one step in metrics.jsonl."""
-
-    step: int
-    reward: float | None
-    """The mean over completions; None if none could be scored."""
-    loss: float | None
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase; ``step`` is the whole step."""
-    trained_tokens: float | None = None
-    """0 for a step whose rewards gave nothing to learn from."""
-    reward_counts: Sequence[tuple[float, int]] = ()
-    """The number of completions by reward."""
-    by_source: dict[str, float] = field(default_factory=dict)
-    """The mean reward of each source; empty without SOURCES."""
-    failures: Sequence[tuple[str, int, str]] = ()
-    """Completions without a reward or over a limit: reason, count, and what one of them says."""
-
-    @classmethod
-    def read(cls, line: bytes) -> Step:
-        """Return the step of a line of metrics.jsonl."""
-        record: dict[str, Any] = orjson.loads(line)
-        return cls(
-            step=int(record["step"]),
-            reward=record.get("reward_mean"),
-            loss=record.get("loss"),
-            trained_tokens=record.get("trained_tokens"),
-            reward_counts=[(reward, count) for reward, count in record.get("reward_counts", ())],
-            failures=[(reason, count, message) for reason, count, message in record.get("failures", ())],
-            by_source=of_sources(record, "reward_mean"),
-            seconds={
-                name.removeprefix("seconds_"): float(value)
-                for name, value in record.items()
-                if name.startswith("seconds_") and value is not None
-            },
-        )
+Row = Mapping[str, Any]
+"""The record of a step in metrics.jsonl."""
 
 
-def of_sources(record: Mapping[str, Any], column: str) -> dict[str, Any]:
+def phases(row: Row) -> dict[str, float]:
+    """Return a step's seconds by phase; ``step`` is the whole step."""
+    names = [name for name, value in row.items() if name.startswith("seconds_") and value is not None]
+    return {name.removeprefix("seconds_"): row[name] for name in names}
+
+
+def of_sources(record: Row, column: str) -> dict[str, Any]:
     """Return what a record of metrics has of a column for each source, by the source's name."""
     start = f"{column}/"
     return {name.removeprefix(start): value for name, value in record.items() if name.startswith(start)}
@@ -150,25 +116,29 @@ def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def failed(steps: Sequence[Step]) -> str | None:
+def rewards(rows: Iterable[Row]) -> Counter[float]:
+    """Return the number of completions by reward."""
+    return sum((Counter(dict(map(tuple, row.get("reward_counts", ())))) for row in rows), Counter())
+
+
+def failures(rows: Iterable[Row]) -> Counter[str]:
+    """Return the number of completions without a reward or over a limit, by reason."""
+    listed = [(reason, count) for row in rows for reason, count, _ in row.get("failures", ())]
+    return sum((Counter({reason: count}) for reason, count in listed), Counter())
+
+
+def completions(rows: Sequence[Row]) -> int:
+    """Return the number of completions, those without a reward included."""
+    without_reward = [count for reason, count in failures(rows).items() if reason not in OVER_LIMIT]
+    return rewards(rows).total() + sum(without_reward)
+
+
+def failed(rows: Sequence[Row]) -> str | None:
     """Return the share of completions that failed, with the reasons, such as ``4/8 (limit)``; None if none did."""
-    reasons = _failures(steps)
-    if not reasons:
-        return None
-    without_reward = sum(count for reason, count in reasons.items() if reason not in OVER_LIMIT)
-    return f"{reasons.total()}/{_rewards(steps).total() + without_reward} ({counted(reasons)})"
+    reasons = failures(rows)
+    return f"{reasons.total()}/{completions(rows)} ({counted(reasons)})" if reasons else None
 
 
 def counted(reasons: Counter[str]) -> str:
     """Return the reasons with their counts, the most frequent first; a single reason alone."""
     return ", ".join(reason if len(reasons) == 1 else f"{reason} {count}" for reason, count in reasons.most_common())
-
-
-def _rewards(steps: Sequence[Step]) -> Counter[float]:
-    """Return the number of completions by reward."""
-    return sum((Counter(dict(step.reward_counts)) for step in steps), Counter())
-
-
-def _failures(steps: Sequence[Step]) -> Counter[str]:
-    """Return the number of failed completions by reason."""
-    return sum((Counter({reason: count for reason, count, _ in step.failures}) for step in steps), Counter())

@@ -278,17 +278,14 @@ class SampleIndex:
         return GroupsFound(matches, number if number > 0 else None, step, len(groups))
 
     def _may_match(self, group: _Group, query: GroupsQuery) -> bool:
-        if query.step_from is not None and group.step < query.step_from:
-            return False
-        if query.step_to is not None and group.step > query.step_to:
-            return False
-        if query.prompt_key not in ("", group.prompt_key):
-            return False
-        if query.recurring and self._groups_of_prompt[group.prompt_key] < 2:
-            return False
-        if query.spread != "any" and (query.spread == "mixed") != (group.low < group.high):
-            return False
-        return query.admits(group.low, group.high)
+        return (
+            (query.step_from is None or group.step >= query.step_from)
+            and (query.step_to is None or group.step <= query.step_to)
+            and query.prompt_key in ("", group.prompt_key)
+            and (not query.recurring or self._groups_of_prompt[group.prompt_key] > 1)
+            and (query.spread == "any" or (query.spread == "mixed") == (group.low < group.high))
+            and query.admits(group.low, group.high)
+        )
 
 
 def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] | None:
@@ -298,9 +295,8 @@ def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] 
     records = [record for line in lines if (record := parse(line)) is not None]
     if not records or records[0]["step"] != group.step:
         return None
-    if not any(query.text.lower() in text.lower() for text in _texts(records)):
-        return None
-    if not any(query.admits(*_rewards(record)) for record in records):
+    has_text = any(query.text.lower() in text.lower() for text in _texts(records))
+    if not has_text or not any(query.admits(*_rewards(record)) for record in records):
         return None
     first = records[0]
     names = ("step", "group_id", "prompt", "rendered_prompt", "ground_truth", "row")

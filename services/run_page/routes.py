@@ -17,7 +17,7 @@ from services.run_page.directory import Run, RunOverview
 from services.run_page.records import GroupsFound, GroupsQuery, Metrics, Position, read_metrics
 
 STATIC = Path(__file__).parent / "static"
-FILES = tuple(sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css")))
+FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in (".js", ".css")}
 PUBLIC = ("/", *(f"/static/{name}" for name in FILES))
 """The paths of the page and its parts, which contain no data: a browser loads them and then asks for the token."""
 
@@ -59,7 +59,10 @@ def add_run_page(app: FastAPI, runs: Sequence[Run], *, asks_token: bool, now: No
         asks_token: whether the page asks for the token.
         now: returns the state of the live run; None without one.
     """
-    _add_page(app, asks_token=asks_token)
+    # A browser would otherwise find the modules one import after another.
+    preloads = "".join(f'<link rel="modulepreload" href="static/{name}">' for name in FILES if name.endswith(".js"))
+    page = (STATIC / "page.html").read_text("utf-8").replace("</head>", f"{preloads}</head>")
+    add_page(app, "/", page, FILES, asks_token=asks_token)
     _add_runs(app, runs, now)
     _add_steps(app, {run.name: run for run in runs})
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES, compresslevel=3)
@@ -100,19 +103,16 @@ def _add_steps(app: FastAPI, runs: Mapping[str, Run]) -> None:
         return await asyncio.to_thread(index.search, query)
 
 
-def _add_page(app: FastAPI, *, asks_token: bool) -> None:
-    # A browser would otherwise find the modules one import after another.
-    preloads = "".join(f'<link rel="modulepreload" href="static/{name}">' for name in FILES if name.endswith(".js"))
-    page = (STATIC / "page.html").read_text("utf-8").replace("</head>", f"{preloads}</head>")
-    if asks_token:
-        page = page.replace('data-asks-token="false"', 'data-asks-token="true"')
+def add_page(app: FastAPI, path: str, page: str, files: Mapping[str, Path], *, asks_token: bool) -> None:
+    """Add an HTML page at ``path``, which may ask for the token, and its files by name at ``/static/``."""
+    page = page.replace('data-asks-token="false"', f'data-asks-token="{str(asks_token).lower()}"')
 
-    @app.get("/", response_class=Response, include_in_schema=False)
+    @app.get(path, response_class=Response, include_in_schema=False)
     async def get_page() -> Response:
         return Response(page, media_type="text/html", headers=HEADERS)
 
     @app.get("/static/{name}", response_class=FileResponse, include_in_schema=False)
     async def get_static(name: str) -> Response:
-        if name not in FILES:
-            raise ProblemError(404, f"no file {name!r} here; there are {', '.join(FILES)}")
-        return FileResponse(STATIC / name, headers=HEADERS)
+        if name not in files:
+            raise ProblemError(404, f"no file {name!r} here; there are {', '.join(files)}")
+        return FileResponse(files[name], headers=HEADERS)

@@ -10,20 +10,23 @@ Thresholds were chosen on the runs of tests/museum/, healthy ones and others wit
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from operator import itemgetter
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from services.run_page.history import WINDOW, History
-from services.run_page.progress import OVER_LIMIT, counted
+from services.run_page.progress import completions, counted, failures
+
+if TYPE_CHECKING:
+    from services.run_page.diagnosis import History
 
 WRONG, DOUBT, NOTE = "wrong", "doubt", "note"
 """The severities: the run computes something else than it should; it may; it does, and that is often intended."""
 CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
 """The degrees of certainty of a cause."""
+WINDOW = 20
+"""Steps over which facts about groups are added up."""
 SAMPLES_PAGE = "Look at the completions and their rewards (Samples on the run page)"
 
 LOST_STEPS, LOST_SHARE, LEAST_BEST = 5, 0.05, 0.1
@@ -58,7 +61,7 @@ class Evidence(NamedTuple):
     remedy: str = ""
 
 
-Check = Callable[[History], Iterator[Evidence]]
+Check = Callable[["History"], Iterator[Evidence]]
 Statistic = Callable[[Sequence[float]], float]
 
 
@@ -210,12 +213,8 @@ def _advantages(run: History) -> Iterator[Evidence]:
 def _frozen(run: History) -> Iterator[Evidence]:
     rows = [row for row in run.rows[-WINDOW:] if row.get("trained_tokens") and row.get("grad_norm")][-3:]
     shows_changes = run.settings.get("publish_type") == "bfloat16" and not run.settings.get("lora_rank")
-    if (
-        len(rows) == 3
-        and shows_changes
-        and "workers" in rows[0]
-        and len({row.get("publish_share") for row in rows}) == 1
-    ):
+    is_equal = len({row.get("publish_share") for row in rows}) == 1
+    if len(rows) == 3 and shows_changes and "workers" in rows[0] and is_equal:
         tokens, rate = sum(row["trained_tokens"] for row in rows), rows[-1].get("learning_rate", 0.0)
         text = f"the published weights have not changed in 3 steps with {tokens:.0f} trained tokens"
         yield Evidence(f"{text}; learning rate {rate:g}, gradient {rows[-1]['grad_norm']:.2g}", 3)
@@ -276,19 +275,15 @@ def _trend(values: Sequence[float]) -> float:
 
 
 def _failures(run: History) -> Iterator[Evidence]:
-    listed = [failure for row in run.rows[-3:] for failure in row.get("failures", ())]
-    if not listed:
+    rows = run.rows[-3:]
+    if not (counts := failures(rows)):
         return
-    counts: Counter[str] = Counter()
-    for reason, count, _ in listed:
-        counts[reason] += count
-    [(most, _)] = counts.most_common(1)
-    message = next(text for reason, _, text in listed if reason == most)
-    total = run.rewards.total() + sum(count for reason, count in counts.items() if reason not in OVER_LIMIT)
+    [(most, _)], total = counts.most_common(1), completions(rows)
+    message = next(text for row in rows for reason, _, text in row.get("failures", ()) if reason == most)
     yield Evidence(
         f"{counts.total()} of {total} completions failed ({counted(counts)}); those over a limit are wrong, the others "
         f"have no reward. The most frequent failure: {message}",
-        len(run.rows[-3:]),
+        len(rows),
         severity=NOTE if counts.total() < 0.05 * total else DOUBT,
         remedy=REMEDIES.get(most, ""),
     )
@@ -327,10 +322,8 @@ def _held_out(run: History) -> Iterator[Evidence]:
 
 
 def _starved(run: History) -> Iterator[Evidence]:
-    counts = {
-        source: [sum(run.numbers(f"{column}/{source}")) for column in ("groups", "zero_variance_groups")]
-        for source in run.sources
-    }
+    columns = ("groups", "zero_variance_groups")
+    counts = {source: [sum(run.numbers(f"{column}/{source}")) for column in columns] for source in run.sources}
     teaching = next(((groups, equal) for groups, equal in counts.values() if equal < 0.75 * groups), None)
     for source, (groups, equal) in counts.items():
         if groups >= WINDOW and equal >= 0.98 * groups and teaching:

@@ -224,11 +224,8 @@ REFUSED = [
     (["--agent", "evaluation.multiplying_agent:solve", "--url", "https://a.example"], "http://host:port"),
     (["--url", "nonsense:port"], "nonsense:port"),
     (["--stop", "Q:", "--agent-command", "true"], "stop"),
-    (
-        ["--dataset", "harbor:a", "--agent", "evaluation.multiplying_agent:solve"],
-        "played by AGENT_COMMAND in their boxes",
-    ),
-    (["--dataset", "harbor:a", "--scheduler", "skypilot"], "boxes on the machine that evaluates"),
+    (["--dataset", "harbor:a", "--agent", "evaluation.multiplying_agent:solve"], "plays no tasks of harbor:DIR"),
+    (["--dataset", "harbor:a", "--scheduler", "skypilot"], "boxes on this machine"),
     (["--dataset", "harbor:a", "--endpoint", "http://127.0.0.1:1/v1"], "--endpoint"),
     (["--dataset", "harbor:no/such", "--agent-command", "true"], "no/such"),
     (["--stop", ""], "EVAL_STOP_0"),

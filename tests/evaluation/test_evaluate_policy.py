@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evaluation.trajectories import RESULTS, Options, evaluate_alone
+from evaluation.trajectories import RESULTS, Options, generate
 from services.core.errors import ConfigurationError
 from tests.evaluation import trajectory_policies
 from tests.services.evaluation_head import policies
@@ -27,7 +27,7 @@ MINE = "tests.evaluation.trajectory_policies"
 def run(save_to: Path, **options: Any) -> dict[str, Any]:
     given = {"environment": "CartPole-v1", "episodes": 4, "at_once": 1, "seed": 7, "policies": f"left={MINE}:left"}
     given |= {"shard_episodes": 2, "is_single": True, **options}
-    return asyncio.run(evaluate_alone(Options(save_to=save_to, **given), lambda _: None))
+    return asyncio.run(generate(Options(save_to=save_to, **given), lambda _: None))
 
 
 def returns_of(results: dict[str, Any]) -> dict[int, float]:

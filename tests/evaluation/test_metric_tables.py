@@ -89,7 +89,7 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
     metrics.show(Console(file=printed, width=160), results)
     assert "d test, 5 of 12 prompts" in printed.getvalue()
     assert "left out: 1 unscored" in printed.getvalue()
-    assert "counted as wrong, over a limit (samples.jsonl says which): 2" in printed.getvalue()
+    assert "counted as wrong, over a limit (see samples.jsonl): 2" in printed.getvalue()
 
 
 def test_categories_are_told_apart_and_prompts_without_one_are_in_none() -> None:

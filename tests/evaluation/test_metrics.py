@@ -56,7 +56,7 @@ def test_pass_at_k_refuses_impossible_arguments(n, correct, k):
 
 def chance_of_a_right_majority(subset):
     """Return the chance when one of the answers with the most votes is drawn."""
-    votes = Counter(one.answer for one in subset if one.answer is not None)
+    votes = Counter(one.result.extracted for one in subset if one.result.extracted is not None)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())] if votes else []
     return winners.count(TRUTH) / len(winners) if winners else 0.0
 
@@ -68,11 +68,6 @@ def test_majority_of_k_is_unbiased_over_the_order_of_samples(drawn_and_k):
     over_orders = statistics.fmean(majority_at_k(order, k) for order in itertools.permutations(drawn))
     over_subsets = statistics.fmean(chance_of_a_right_majority(s) for s in itertools.combinations(drawn, k))
     assert over_orders == pytest.approx(over_subsets)
-
-
-def test_majority_needs_as_many_samples():
-    with pytest.raises(ValueError, match="maj@3"):
-        majority_at_k([answered("7")] * 2, 3)
 
 
 def test_spellings_of_one_answer_vote_together_and_different_answers_do_not():

@@ -128,7 +128,7 @@ def test_on_linux_threads_that_wait_sleep_unless_the_user_says_otherwise(platfor
 
 def test_nodes_of_a_task_share_the_cores_and_ray_gives_each_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(nodes, "cores", lambda: 8)
+    monkeypatch.setattr(nodes.machine, "cores", lambda: 8)
 
     def given(task: TaskSpec) -> tuple[str, str]:
         return variables(task)["SKYPILOT_POD_CPU_CORE_LIMIT"], variables(task)["OMP_NUM_THREADS"]

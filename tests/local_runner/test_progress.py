@@ -10,7 +10,7 @@ from rich.console import Console
 from local_runner.spec import TaskSpec
 from local_runner.view import View, describe, present
 from services.run_page.directory import Run
-from services.run_page.progress import Step, failed
+from services.run_page.progress import failed
 from tests.local_runner.test_nodes import run_of
 
 TURNS = "session a-1 reached its limit of 3 turns (AGENT_MAX_TURNS); stop the agent's loop earlier"
@@ -26,7 +26,7 @@ def line(number=1, counts=(), trained=0.0, failures=()) -> bytes:
 
 
 def test_failed_completions_are_counted_with_their_reasons():
-    both = [Step.read(line(1, [(1.0, 4)], 90.0, [("exception", 4, BROKEN), ("limit", 1, TURNS)]))] * 2
+    both = [json.loads(line(1, [(1.0, 4)], 90.0, [("exception", 4, BROKEN), ("limit", 1, TURNS)]))] * 2
     assert failed(both) == "10/16 (exception 8, limit 2)"
     assert f"reward 1.000  failed {failed(both[:1])}" in describe(both[0], 0, 0)
 
@@ -39,10 +39,10 @@ def test_a_finding_is_shown_once_when_it_is_found_and_with_the_figures_of_a_run(
     shown = View(group, console)
     for number, one in enumerate(lines, 1):
         (group.run_dir / "metrics.jsonl").write_bytes(b"".join(lines[:number]))
-        shown.step(Step.read(one))
+        shown.step(json.loads(one))
         assert ("nothing learned" in console.file.getvalue()) is (number >= 3)
     assert console.file.getvalue().count("nothing learned") == 1
-    whole = describe(Step.read(lines[0]), 0, 0)
+    whole = describe(json.loads(lines[0]), 0, 0)
     assert len(whole) > 80
     assert whole in console.file.getvalue().splitlines()
     console = Console(file=io.StringIO(), width=400)
@@ -55,7 +55,7 @@ def test_a_finding_is_shown_once_when_it_is_found_and_with_the_figures_of_a_run(
 def test_a_steps_line_says_when_it_taught_nothing_and_the_reward_of_each_source():
     told = [line(1), line(2, [(0.0, 8)]), line(3, [(0.0, 8)], 64.0)]
     of_sources = {"step": 4, "reward_mean": 0.5, "reward_mean/game": 0.25, "reward_mean/sums": 0.75, "groups/sums": 2}
-    assert [describe(Step.read(one), 9, 0) for one in (*told, json.dumps(of_sources).encode())] == [
+    assert [describe(json.loads(one), 9, 0) for one in (*told, json.dumps(of_sources).encode())] == [
         "step 1/9  no reward",
         "step 2/9  reward 0.000  equal rewards",
         "step 3/9  reward 0.000",

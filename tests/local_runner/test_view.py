@@ -16,12 +16,12 @@ from local_runner.spec import TaskSpec
 from local_runner.supervisor import State
 from local_runner.view import View, describe, outcome_rows, reward_change
 from services.run_page import progress
-from services.run_page.progress import Step, first_and_last
+from services.run_page.progress import first_and_last
 from tests.local_runner.test_nodes import run_of
 
 WAIT = "waiting for 2 rollout workers"
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
-STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
+STEP = {"step": 4, "reward_mean": 0.484, "loss": -0.0395} | {f"seconds_{name}": s for name, s in SECONDS.items()}
 
 
 def test_a_line_that_goes_into_a_file_has_everything():
@@ -44,7 +44,7 @@ def test_a_step_is_shown_with_the_time_that_is_left():
     shown = View(run_of(trainer), console)
     shown.trainer(stats("train"))
     for number in (1, 2):
-        shown.step(Step(number, number / 10, None, {"step": 90.0}))
+        shown.step({"step": number, "reward_mean": number / 10, "seconds_step": 90.0})
     assert "step 2/3  reward 0.200  step 90.0s  1m30s left" in printed(console)
 
 
@@ -252,6 +252,6 @@ def test_a_steps_line_has_what_its_most_frequent_failure_says():
         ("reward_error", 15, "mine:score: LookupError: no answer (mine.py, line 3, in score)"),
         ("limit", 1, "429"),
     ]
-    step = Step(1, 0.0, None, {"step": 1.0}, reward_counts=[(0.0, 1)], failures=failures)
+    step = {"step": 1, "reward_mean": 0.0, "seconds_step": 1.0, "reward_counts": [(0.0, 1)], "failures": failures}
     line = describe(step, 10, 0)
     assert line == f"step 1/10  reward 0.000  failed 16/16 (reward_error 15, limit 1)  step 1.0s  {FAILURE}"

@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.run_page.diagnosis import Diagnosis
-from services.run_page.history import History
+from services.run_page.diagnosis import Diagnosis, History
 from services.run_page.rules import NOTE, RULES
 from tests.museum.faults import EXHIBITS
 from tests.museum.healthy import HEALTHY

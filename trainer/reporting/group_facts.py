@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.protocol.groups import Group, TokenSequence, by_episode
 from services.protocol.rewards import FinishReason
-from services.run_page.history import question_key
+from services.run_page.diagnosis import question_key
 from trainer.algorithm.methods import GROUP_ADVANTAGES, Credit
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import TrainerSettings

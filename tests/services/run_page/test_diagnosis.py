@@ -8,9 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.run_page.diagnosis import Diagnosis, Finding
+from services.run_page.diagnosis import Diagnosis, Finding, History, question_key
 from services.run_page.directory import Run
-from services.run_page.history import History, question_key
 from services.run_page.rules import DOUBT, NOTE, WRONG
 from tests.local_runner.in_process import call
 

@@ -128,12 +128,12 @@ def test_a_run_has_its_steps_once_and_its_findings_once_there_are_some(tmp_path)
     (run.path / "summary.json").unlink()
     for count, is_early in ((1, True), (2, True), (5, False)):
         append(run.path / "metrics.jsonl", lines[len(run.steps()) : count])
-        assert [step.step for step in run.steps()] == [*range(1, count + 1)]
+        assert [step["step"] for step in run.steps()] == [*range(1, count + 1)]
         assert (run.overview().findings == []) is is_early
     # As a trainer does that resumes from a checkpoint.
     append(run.path / ".partial", lines[:3])
     (run.path / ".partial").rename(run.path / "metrics.jsonl")
-    assert [step.step for step in run.steps()] == [1, 2, 3]
+    assert [step["step"] for step in run.steps()] == [1, 2, 3]
     [found] = run.overview().findings
     assert (found["rule"], found["first_step"], found["last_step"]) == ("nothing learned", 1, 3)
     assert run.overview(is_alone=False).findings == []

@@ -9,7 +9,7 @@ import pytest
 from services.protocol.chat import EpisodeFigures
 from services.protocol.groups import Group, TokenSequence
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
-from services.run_page.history import question_key
+from services.run_page.diagnosis import question_key
 from tests.sequences import make_group
 from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
