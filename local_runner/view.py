@@ -93,7 +93,8 @@ def _figures(run: Run, state: str, summary: Json, outcome: Json, trainer: Json |
         yield "failed completions", share
     if state == RUNNING and steps:
         mean = statistics.fmean(row.get("seconds_step", 0.0) for row in steps[-RECENT_STEPS:])
-        yield "a step", duration(mean) + (f", {duration(mean * (total - last))} left" if total else "")
+        left = mean * (total - steps[-1]["step"])
+        yield "a step", duration(mean) + (f", {duration(left)} left" if total else "")
     yield from outcome_rows(outcome, summary)
     if failure := run.first_failure():
         yield "first failed answer", failure
