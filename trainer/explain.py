@@ -258,15 +258,15 @@ def _gradients(learner: Learner, groups: Sequence[TrainingGroup]) -> dict[int, t
     known = [group for group in groups if not len(unknown_ids(group, learner.policy.config.vocab_size))]
     sizes: dict[int, StepSize] = {}
     for share in learner.shares(known):
-        size = learner.part(share).size
-        sizes |= {id(group): size for group in share}
-        learner.add_gradients(share, size)
+        part = learner.part(share)
+        sizes |= {id(group): part.size for group in share}
+        learner.add_gradients(part, part.size)
     whole, of_groups = _taken_gradients(learner), {}
     squares = _dot(whole, whole)
     for group in known:
-        learner.add_gradients([group], sizes.get(id(group), StepSize(0, 0)))
-        part = _taken_gradients(learner)
-        of_groups[id(group)] = (_dot(part, part) ** 0.5, _dot(part, whole) / squares if squares else 0.0)
+        learner.add_gradients(learner.part([group]), sizes.get(id(group), StepSize(0, 0)))
+        own = _taken_gradients(learner)
+        of_groups[id(group)] = (_dot(own, own) ** 0.5, _dot(own, whole) / squares if squares else 0.0)
     return of_groups
 
 

@@ -248,7 +248,7 @@ class RankCalls:
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""
-        self.checkpoints.save(self.learner.policy, self.learner.optimizer, state, critic=self.critic, wait=wait)
+        self.checkpoints.save(self.learner, state, self.critic, wait=wait)
 
     def save_model(self) -> None:
         """Write the trained model, and the critic, to the run directory, where transformers loads them from.

@@ -105,7 +105,7 @@ class Recomputation:
 
     def load(self, step: int) -> None:
         """Load the checkpoint of a step."""
-        load_checkpoint(checkpoint(self.run_dir, step), self.learner.policy, self.learner.optimizer, self.critic)
+        load_checkpoint(checkpoint(self.run_dir, step), self.learner, self.critic)
 
     def groups(self) -> tuple[StepHead, list[TrainingGroup]]:
         """Return the head of the next step's record, and its groups with the advantages that they had.
@@ -152,7 +152,7 @@ class Recomputation:
         return [first[name] for name in theirs if name in first], len(theirs)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, state in tensors_of(self.learner.policy, self.learner.optimizer, self.critic).items():
+        for name, state in tensors_of(self.learner, self.critic).items():
             yield from _leaves(name, state)
 
 

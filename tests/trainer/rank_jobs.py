@@ -244,7 +244,7 @@ def train_and_save(
         learner.update(groups, step)
         if step < steps:
             # Only the last is waited for, so that the others are written beside the training.
-            store.save(learner.policy, learner.optimizer, run_state(learner, step + 1), wait=step + 1 == steps)
+            store.save(learner, run_state(learner, step + 1), wait=step + 1 == steps)
     return weights_of(learner.policy)
 
 
@@ -256,13 +256,13 @@ def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str
 
     learner = make_learner(ranks, model)
     store = CheckpointStore(directory, 2, ranks)
-    store.save(learner.policy, learner.optimizer, run_state(learner, 1), wait=True)
+    store.save(learner, run_state(learner, 1), wait=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.tempfile, "TemporaryFile", fail)
         if ranks.rank == ranks.world_size - 1:
             patch.setattr(FileSystem, "create_stream", fail)
         try:
-            store.save(learner.policy, learner.optimizer, run_state(learner, 2), wait=True)
+            store.save(learner, run_state(learner, 2), wait=True)
         except DiskFullError as error:
             said = str(error)
         else:
@@ -286,7 +286,7 @@ def resume_and_train(
     found = store.newest(expected.model_type, expected.parameters)
     assert found is not None
     path, state = found
-    store.load(path, learner.policy, learner.optimizer)
+    store.load(path, learner)
     for step in range(state.step, last):
         learner.update(groups, step)
     return state.step, weights_of(learner.policy)

@@ -38,7 +38,7 @@ from services.core.files import remove_directory, replace_directory, saved_steps
 from services.core.logs import get_logger
 from trainer.checkpoints.state import RunState
 from trainer.model.critic import CriticLearner
-from trainer.model.policy import Policy
+from trainer.model.learner import Learner
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError, writing
 
@@ -179,19 +179,12 @@ class CheckpointStore:
                 remove_directory(unfinished)
 
     def save(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        state: RunState,
-        *,
-        critic: CriticLearner | None = None,
-        wait: bool = False,
+        self, learner: Learner, state: RunState, critic: CriticLearner | None = None, *, wait: bool = False
     ) -> None:
         """Start to write a checkpoint: of a copy, while the training continues; with ``wait``, of the state itself.
 
         Args:
-            policy: the model.
-            optimizer: the model's optimizer.
+            learner: the learner of the policy, with its optimizer.
             state: the rest of the state.
             critic: the critic, if there is one.
             wait: return only when the checkpoint is in place.
@@ -202,8 +195,8 @@ class CheckpointStore:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
         writer = FileSystemWriter(hidden, thread_count=FILES)
-        with policy.masters.in_place():
-            tensors, group = tensors_of(policy, optimizer, critic), self._group
+        with learner.policy.masters.in_place():
+            tensors, group = tensors_of(learner, critic), self._group
             if wait:
                 written: Future[Any] = self._sealer.submit(save, tensors, storage_writer=writer, process_group=group)
             else:
@@ -279,11 +272,9 @@ class CheckpointStore:
         path = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
         return None if path is None else (Path(path), read_state(Path(path)))
 
-    def load(
-        self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None = None
-    ) -> None:
+    def load(self, path: Path, learner: Learner, critic: CriticLearner | None = None) -> None:
         """Load model and optimizer, and the critic's, from a checkpoint; see ``load_checkpoint``."""
-        load_checkpoint(path, policy, optimizer, critic)
+        load_checkpoint(path, learner, critic)
         self.saved_step = int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:
@@ -311,15 +302,14 @@ class CheckpointStore:
         return None
 
 
-def load_checkpoint(
-    path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None = None
-) -> None:
+def load_checkpoint(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
     """Load model and optimizer, and the critic's, from a checkpoint, sharded as in this run. A collective.
 
     The optimizers keep this run's parameter groups with their hyperparameters.
     """
+    policy, optimizer = learner.policy, learner.optimizer
     with policy.masters.in_place():
-        tensors = tensors_of(policy, optimizer, critic)
+        tensors = tensors_of(learner, critic)
         state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
         load(state, storage_reader=CheckpointReader(path))
         for name, value in state.items():
@@ -330,11 +320,11 @@ def load_checkpoint(
         set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
 
 
-def tensors_of(policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None) -> dict[str, Any]:
+def tensors_of(learner: Learner, critic: CriticLearner | None) -> dict[str, Any]:
     """Return the state of the models, which have their masters, and of their optimizers by its name in a checkpoint."""
     state: dict[str, Any] = {}
-    _begin(optimizer)
-    state["model"], state["optimizer"] = get_state_dict(policy, optimizer)
+    _begin(learner.optimizer)
+    state["model"], state["optimizer"] = get_state_dict(learner.policy, learner.optimizer)
     if critic is not None and not critic.is_shared:
         _begin(critic.optimizer)
         state["critic_model"], state["critic_optimizer"] = get_state_dict(critic.module, critic.optimizer)

@@ -148,7 +148,7 @@ def resume(
     path, state = newest
     ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
     state.job = fresh.job
-    checkpoints.load(path, policy, learner.optimizer, critic)
+    checkpoints.load(path, learner, critic)
     if state.random_state:
         torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
     state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))

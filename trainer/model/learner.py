@@ -23,17 +23,7 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
-from trainer.model.optimizer import (
-    HEAD_GROUPS,
-    StopRequestedError,
-    add_gradients,
-    is_finite,
-    learning_rate,
-    make_optimizer,
-    optimizer_steps,
-    over_steps,
-    take_step,
-)
+from trainer.model.optimizer import HEAD_GROUPS, Training, is_finite, learning_rate, make_optimizer, over_steps
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
@@ -53,8 +43,6 @@ class UpdateResult:
     """Optimizer steps left out because the loss or the gradient was not finite."""
     is_without_effect: bool = False
     """True if every optimizer step of the policy, or every one of the critic, was skipped."""
-    refused: int = 0
-    """Groups left out because the model does not know some of their tokens."""
     tokens: int = 0
     """Tokens in forward passes with gradient, over all ranks."""
     seconds: float = 0.0
@@ -62,22 +50,23 @@ class UpdateResult:
     """Over the optimizer steps that have the metric; see ``over_steps``."""
 
     @classmethod
-    def of(cls, steps: Sequence[Mapping[str, float]], parts: Sequence[Part], started: float) -> Self:
+    def of(cls, steps: Sequence[Mapping[str, float]], parts: Sequence[Part], started: float, **metrics: float) -> Self:
         """Return the result of an update that began at ``started`` (time.perf_counter).
 
         Args:
             steps: the metrics of its optimizer steps.
             parts: this rank's parts of them.
             started: when the update began.
+            metrics: further metrics of the update.
         """
-        skipped = sum(not is_finite(metrics) for metrics in steps)
+        skipped = sum(not is_finite(of_step) for of_step in steps)
         return cls(
             steps=len(steps),
             skipped=skipped,
             is_without_effect=skipped == len(steps) > 0,
             tokens=sum(part.tokens for part in parts),
             seconds=time.perf_counter() - started,
-            metrics=over_steps(steps),
+            metrics=over_steps(steps) | metrics,
         )
 
     def with_critic(self, critic: UpdateResult) -> UpdateResult:
@@ -127,6 +116,7 @@ class Learner:
         # Each step changes the masters, and the next pass computes with them rounded anew.
         self.optimizer.register_step_pre_hook(lambda *_: policy.masters.restore())
         self.optimizer.register_step_post_hook(lambda *_: policy.masters.round())
+        self.training = Training(settings, ranks, policy, self.optimizer)
 
     def update(
         self,
@@ -166,31 +156,19 @@ class Learner:
         self.policy.expert_load.clear()
         order = part_order(self.settings, step)
         batches = packed([pieces for i in order for pieces in parts[i].micro_batches], self.ranks)
-        passes = [
-            [
-                partial(self._backward, batches, parts[i].size, proximal[i], n)
-                for n in range(len(parts[i].micro_batches))
-            ]
-            for i in order
-        ]
-        steps = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
-        result, refused = UpdateResult.of(steps, [parts[i] for i in order], started), len(groups) - len(known)
-        metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
+        passes = [self._passes(batches, parts[i].size, proximal[i]) for i in order]
+        steps = self.training.take_steps(passes, rates, should_stop)
+        metrics = {"learning_rate": rates[0], "groups_refused": float(len(groups) - len(known))}
         metrics |= self.policy.expert_load.take(self.ranks)
-        return replace(result, refused=refused, metrics=metrics)
+        return UpdateResult.of(steps, [parts[i] for i in order], started, **metrics)
 
-    def add_gradients(self, groups: Sequence[TrainingGroup], size: StepSize) -> None:
-        """Add to the policy's gradients what ``groups`` contribute to a step whose loss has the denominators ``size``.
+    def add_gradients(self, part: Part, size: StepSize, should_stop: Callable[[], bool] | None = None) -> Diagnostics:
+        """Add to the policy's gradients what a part contributes to a step whose loss has the denominators ``size``.
 
         The gradient is that of the present weights, as in the first optimizer step of an update.
         """
-        self._add_gradients(self.part(groups), size)
-
-    def _add_gradients(self, part: Part, size: StepSize, should_stop: Callable[[], bool] | None = None) -> Diagnostics:
         batches = packed(part.micro_batches, self.ranks)
-        proximal: list[Tensor | None] = [None] * len(part.micro_batches)
-        passes = [partial(self._backward, batches, size, proximal, n) for n in range(len(proximal))]
-        return add_gradients(self.settings, self.ranks, self.policy, passes, should_stop)
+        return self.training.add_gradients(self._passes(batches, size, [None] * len(part.micro_batches)), should_stop)
 
     def add_wave(self, groups: Sequence[TrainingGroup], should_stop: Callable[[], bool] | None = None) -> None:
         """Add the gradients of some groups of a step, before the step's other groups and its denominators are known.
@@ -203,18 +181,14 @@ class Learner:
         """
         started = time.perf_counter()
         part, refused = self.wave_part(groups)
-        waves = self._waves
+        waves, self._waves = self._waves, _Waves()
         if not waves.parts:
             self.policy.expert_load.clear()
-        try:
-            waves.diagnostics.add(self._add_gradients(part, UNDIVIDED, should_stop))
-        except StopRequestedError:
-            self.optimizer.zero_grad()
-            self._waves = _Waves()
-            raise
+        waves.diagnostics.add(self.add_gradients(part, UNDIVIDED, should_stop))
         waves.parts.append(part)
         waves.refused += refused
         waves.seconds += time.perf_counter() - started
+        self._waves = waves
 
     def wave_part(self, groups: Sequence[TrainingGroup]) -> tuple[Part, int]:
         """Return this rank's part of a wave, and the number of its groups that are refused for unknown token ids."""
@@ -232,13 +206,10 @@ class Learner:
             reshard(self.policy)
             size = sum((part.size for part in waves.parts), StepSize(0, 0))
             denominator = size.denominator(self.settings.loss_aggregation)
-            steps = [
-                take_step(self.settings, self.ranks, self.policy, self.optimizer, waves.diagnostics, rates, denominator)
-            ]
-        result = UpdateResult.of(steps, waves.parts, started - waves.seconds)
-        metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(waves.refused)}
+            steps = [self.training.take_step(waves.diagnostics, rates, denominator)]
+        metrics = {"learning_rate": rates[0], "groups_refused": float(waves.refused)}
         metrics |= self.policy.expert_load.take(self.ranks)
-        return replace(result, refused=waves.refused, metrics=metrics)
+        return UpdateResult.of(steps, waves.parts, started - waves.seconds, **metrics)
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
@@ -365,6 +336,12 @@ class Learner:
     @torch.no_grad()
     def _logprobs(self, part: Part) -> list[Tensor | None]:
         return [self.policy(batch)[0] for batch in packed(part.micro_batches, self.ranks)]
+
+    def _passes(
+        self, batches: Iterator[MicroBatch], size: StepSize, proximal: list[Tensor | None]
+    ) -> list[Callable[[], Diagnostics]]:
+        """Return the passes of a part, which has as many micro-batches as ``proximal`` has numbers; see _backward."""
+        return [partial(self._backward, batches, size, proximal, number) for number in range(len(proximal))]
 
     def _backward(
         self, batches: Iterator[MicroBatch], size: StepSize, proximal: list[Tensor | None], number: int

@@ -51,7 +51,7 @@ def begun(alone: Ranks, tmp_path: Path, model: Path) -> Path:
     """The directory of a run with a checkpoint of step 3."""
     state, checkpoints, learner = start(alone, tmp_path, model, stats())
     state.step = 3
-    checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
+    checkpoints.save(learner, state, wait=True)
     return learner.settings.run_dir
 
 
