@@ -27,13 +27,14 @@ from services.weights.broadcast_group import match_engines_nccl
 from trainer.capacity.check import preflight
 from trainer.capacity.work import VolumeRoom
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.run_checkpoints import count_parameters, resume
+from trainer.checkpoints.run_checkpoints import resume
 from trainer.checkpoints.state import RunState, has_succeeded
 from trainer.collector import collect_sources
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
+from trainer.model.loading import count_parameters
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import keep_untrained, writing
@@ -139,7 +140,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)
         probes = {url: teacher.probe for url, teacher in services.teachers.items()} if services else {}
-        state = resume(settings, ranks, policy, data, learner, checkpoints, critic, probes)
+        state = resume(learner, checkpoints, data, critic, probes)
         # A resumed run may have another BATCH_SIZE now.
         learner.total_steps = settings.total_steps(data.train_prompts, state.step, state.prompts_used)
         rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)

@@ -245,6 +245,11 @@ class ValueHead(nn.Linear):
         return super().forward(states).sum(1)
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of a module's parameters, adapters included; shared ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 SAMPLES = 4096
 """Values read of each parameter, evenly spaced, so that a large model takes milliseconds a layer."""
 
