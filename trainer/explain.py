@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,9 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
     silences, after = _silences(learner, groups, watched, head), learner.logprobs(groups)
     compared.took(taken)
     compared.ends(run)
+    silence: Silence = Counter()
+    for one in chain(*silences):
+        silence.update(one)  # a sum would leave out what is 0
     decode: Decode = learner.policy.description.decode if learner.policy.description else lambda _ids: ""
     reports = [
         _group_report(group, gradients.get(id(group), (0.0, 0.0)), of_loss, then, now, decode)
@@ -227,7 +230,7 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
         metrics=taken.result.metrics,
         max_grad_norm=run.settings.max_grad_norm,
         loss=run.settings.loss,
-        silence=_total(silences),
+        silence=silence,
         without_advantage=sum(_without_advantage(s) for group in groups for s in group.sequences),
         versions=_versions(groups),
         groups=sorted(reports, key=lambda report: -report.grad_norm),
@@ -303,17 +306,9 @@ def _silences(
         for sequence, silence in zip((s for piece in pieces for s in piece.sequences), silences, strict=bool(pieces))
     ]
     # Every rank of a context group has the same.
-    by_share = learner.ranks.gather_json(mine)[:: learner.ranks.context.size]
-    for g, n, counts in (one for of_share in by_share for one in of_share):
+    for g, n, counts in chain(*learner.ranks.gather_json(mine)[:: learner.ranks.context.size]):
         found[g][n].update(counts)
     return found
-
-
-def _total(silences: Sequence[Sequence[Silence]]) -> Silence:
-    total: Silence = Counter()
-    for silence in (one for of_group in silences for one in of_group):
-        total.update(silence)  # a sum would leave out what is 0
-    return total
 
 
 def _without_advantage(sequence: TokenSequence) -> int:

@@ -312,7 +312,7 @@ def _cautions(settings: TrainerSettings) -> Iterator[str]:
     if settings.loss == "gspo" and correction not in (ImportanceCorrection.NONE, ImportanceCorrection.SEQUENCE):
         yield f"LOSS=gspo weighs completions, and IMPORTANCE_CORRECTION={correction} tokens; set it to sequence or none"
     if settings.drop_equal_groups and settings.learns_beyond_advantages:
-        yield "DROP_EQUAL_GROUPS has no effect with a KL loss, ENTROPY_COEF or CRITIC=shared, which learn from all groups"
+        yield "DROP_EQUAL_GROUPS has no effect with a KL loss, ENTROPY_COEF or CRITIC=shared, which use such groups"
     if rate > HIGHEST_RATE:
         yield f"LEARNING_RATE={rate:g} is far above what models learn at, 1e-7 to 1e-3: it will likely ruin the policy"
 

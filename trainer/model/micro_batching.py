@@ -37,19 +37,11 @@ nothing is copied, and a group is cut only where it exceeds the tokens."""
 
 
 @dataclass(frozen=True)
-class _Limit:
-    """The most that a micro-batch holds."""
-
-    tokens: int
-    keys: float
-
-
-@dataclass(frozen=True)
 class _Size:
-    """The size of branches or pieces packed together."""
+    """The size of branches or pieces packed together, or the most that a micro-batch holds."""
 
     tokens: int = 0
-    keys: int = 0
+    keys: float = 0
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> _Size:
@@ -67,7 +59,7 @@ class _Size:
     def __add__(self, other: _Size) -> _Size:
         return _Size(self.tokens + other.tokens, self.keys + other.keys)
 
-    def fits(self, limit: _Limit) -> bool:
+    def fits(self, limit: _Size) -> bool:
         return self.tokens <= limit.tokens and self.keys <= limit.keys
 
 
@@ -87,7 +79,7 @@ def share_out(
         device: the ranks' type of device, ``cpu`` or ``cuda``.
         pieces_per_rank: the least pieces for each of several ranks.
     """
-    limit = _Limit(max_tokens, KEYS_PER_TOKEN * max_tokens if device == "cpu" else math.inf)
+    limit = _Size(max_tokens, KEYS_PER_TOKEN * max_tokens if device == "cpu" else math.inf)
     pieces = [piece for group in groups for piece in _split(group, limit)]
     # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
     least = n_ranks * pieces_per_rank if n_ranks > 1 else 1
@@ -98,9 +90,7 @@ def share_out(
         largest = max(divisible, key=lambda piece: piece.tokens)
         pieces.remove(largest)
         pieces += _halve(largest)
-    by_rank = _balance(pieces, n_ranks)
-    filled = [_fill(own, limit) for own in by_rank]
-    return _equally_many(filled)
+    return _equally_many([_fill(own, limit) for own in _balance(pieces, n_ranks)])
 
 
 MOST_PADDING = 0.15
@@ -146,7 +136,7 @@ def _shares(
     return share_out(groups, ranks.n_shares, max_tokens * ranks.context.size, ranks.device.type, pieces_per_rank)
 
 
-def _split(group: TrainingGroup, limit: _Limit) -> list[TrainingGroup]:
+def _split(group: TrainingGroup, limit: _Size) -> list[TrainingGroup]:
     """Cut a group that exceeds the budget; a piece ends, in its second half, where the next one repeats least."""
     branches = group.branches
     if _Size.of(branches).fits(limit):
@@ -196,7 +186,7 @@ def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGro
     return by_rank
 
 
-def _fill(pieces: list[TrainingGroup], limit: _Limit) -> list[list[TrainingGroup]]:
+def _fill(pieces: list[TrainingGroup], limit: _Size) -> list[list[TrainingGroup]]:
     """Fill micro-batches by first fit, the largest pieces first."""
     batches: list[list[TrainingGroup]] = []
     sizes: list[_Size] = []
