@@ -38,7 +38,7 @@ from trainer.model.loading import count_parameters
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import keep_untrained, writing
-from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
+from trainer.model.teachers import check_endpoints, naming_the_teacher
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, KeptKernels, RankCalls
 from trainer.reporting.group_facts import GroupFacts
@@ -200,9 +200,7 @@ def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: Data
     total_steps = settings.total_steps(data.train_prompts)
     if total_steps < settings.max_steps:
         log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
-    needs_reference = settings.kl_coef > 0 and not policy.has_adapters
-    reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
-    return Learner(settings, policy, ranks, reference, total_steps, load_teachers(settings, policy, ranks))
+    return Learner(settings, policy, ranks, total_steps)
 
 
 def _drive(

@@ -30,7 +30,6 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
-from trainer.model.teachers import load_teachers
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import RankCalls
 
@@ -57,10 +56,7 @@ def options(settings: dict[str, Any]) -> dict[str, Any]:
 def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: Any) -> Learner:
     """Return a learner of the model in a directory."""
     chosen = TrainerSettings.load(model_name=str(model), **options(settings))
-    policy = load_policy(chosen, ranks)
-    needs_reference = chosen.kl_coef > 0 and not policy.has_adapters
-    reference = load_policy(chosen, ranks, trainable=False) if needs_reference else None
-    return Learner(chosen, policy, ranks, reference, total_steps, load_teachers(chosen, policy, ranks))
+    return Learner(chosen, load_policy(chosen, ranks), ranks, total_steps)
 
 
 def update(ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup]) -> Trained:

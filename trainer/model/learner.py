@@ -24,9 +24,10 @@ from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
 from trainer.model.optimizer import HEAD_GROUPS, Training, is_finite, learning_rate, make_optimizer, over_steps
-from trainer.model.policy import Policy
+from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
+from trainer.model.teachers import load_teachers
 
 log = get_logger(__name__)
 
@@ -95,19 +96,19 @@ class Learner:
     """The owner of the policy's optimizer. Every method is a collective of all ranks."""
 
     def __init__(
-        self,
-        settings: TrainerSettings,
-        policy: Policy,
-        ranks: Ranks,
-        reference: Policy | None,
-        total_steps: int,
-        teachers: Mapping[str, Policy] | None = None,
+        self, settings: TrainerSettings, policy: Policy, ranks: Ranks, total_steps: int, *, has_teachers: bool = True
     ) -> None:
+        """Make the optimizer, and load the frozen reference, and the teachers if ``has_teachers``.
+
+        Raises:
+            ConfigurationError: a teacher cannot be loaded, or has the student's weights.
+        """
         self.settings = settings
         self.policy = policy
         self.ranks = ranks
-        self.reference = reference
-        self.teachers = teachers or {}
+        needs_reference = settings.kl_coef > 0 and not policy.has_adapters
+        self.reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
+        self.teachers = load_teachers(settings, policy, ranks) if has_teachers else {}
         """The frozen teachers by the name of their model."""
         self.total_steps = total_steps
         self.loss = step_loss(settings)

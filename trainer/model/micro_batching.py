@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, compress
+from functools import partial, reduce
+from itertools import accumulate, compress, takewhile
 
 import numpy as np
 import torch
@@ -46,10 +46,7 @@ class _Size:
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> _Size:
         """Return the size of branches that follow one another in depth-first order."""
-        size = cls()
-        for branch in branches:
-            size = size.with_branch(branch)
-        return size
+        return reduce(_Size.with_branch, branches, cls())
 
     def with_branch(self, branch: Branch) -> _Size:
         """Return the size with one more branch; the first one shares nothing."""
@@ -143,12 +140,8 @@ def _split(group: TrainingGroup, limit: _Size) -> list[TrainingGroup]:
         return [group] if branches else []
     pieces: list[TrainingGroup] = []
     while branches:
-        size, count = _Size(), 0
-        for branch in branches:
-            size = size.with_branch(branch)
-            if count and not size.fits(limit):
-                break
-            count += 1
+        sizes = accumulate(branches, _Size.with_branch, initial=_Size())
+        count = max(1, sum(1 for _ in takewhile(lambda size: size.fits(limit), sizes)) - 1)
         if count < len(branches):
             places = range(count, count // 2, -1)
             count = min(places, key=lambda place: branches[place].shared)
