@@ -56,8 +56,7 @@ def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:
     decoder = cast("PreTrainedModel", load_model(settings, materialise=ranks.is_main).base_model)
     critic = Critic(decoder, ValueHead(decoder, ranks))
     critic.eval().requires_grad_()
-    chosen = choose_compute(settings, ranks)
-    shard(critic, decoder, settings, ranks, chosen, has_checkpointing=settings.activation_checkpointing is True)
+    shard(critic, decoder, settings, ranks, choose_compute(settings, ranks))
     return critic
 
 

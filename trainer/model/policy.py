@@ -95,8 +95,7 @@ def load_policy(
     decoder = cast("PreTrainedModel", policy.causal_lm().base_model)
     if trainable and settings.has_critic and settings.critic is CriticModel.SHARED:
         policy.value_head = ValueHead(decoder, ranks)
-    has_checkpointing = trainable and settings.activation_checkpointing is True
-    shard(policy, decoder, settings, ranks, chosen, has_checkpointing=has_checkpointing)
+    shard(policy, decoder, settings, ranks, chosen)
     for method in ("values", "lesson", "overlap"):
         register_fsdp_forward_method(policy, method)
     if trainable and settings.publish_type is PublishedType.BFLOAT16:
