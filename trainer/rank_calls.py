@@ -171,7 +171,7 @@ class RankCalls:
 
         Args:
             method: a method of this object or of one of its PARTS. Its arguments are JSON values; the first may be
-                groups to train on, or the run's state.
+                groups to train on.
         """
         owner = getattr(method, "__self__", None)
         [name] = [name for name in ("", *PARTS) if self._part(name) is owner]
@@ -246,9 +246,9 @@ class RankCalls:
         """Log what engines that sleep for the first time keep of the GPUs; see ``trainer.capacity.check``."""
         compare_asleep(self.settings, self.ranks)
 
-    def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
-        """Start a checkpoint of ``state``; see CheckpointStore.save."""
-        self.checkpoints.save(self.learner, state, self.critic, wait=wait)
+    def save_checkpoint(self, state: dict[str, Any], *, wait: bool) -> None:
+        """Start a checkpoint of a state, which is JSON here; see CheckpointStore.save."""
+        self.checkpoints.save(self.learner, RunState.model_validate(state), self.critic, wait=wait)
 
     def save_model(self) -> None:
         """Write the trained model, and the critic, to the run directory, where transformers loads them from.
@@ -274,9 +274,7 @@ class RankCalls:
             return
         call: dict[str, Any] = {"name": name, "arguments": [*arguments], "named": named}
         packed = b""
-        if arguments and isinstance(arguments[0], RunState):
-            call |= {"arguments": [arguments[0].model_dump(mode="json"), *arguments[1:]], "has_state": True}
-        elif arguments and isinstance(arguments[0], Sequence):
+        if arguments and isinstance(arguments[0], Sequence):
             packed = joined([pack_group(group) for group in arguments[0]])
             call |= {"arguments": [[], *arguments[1:]], "bytes": len(packed)}
         self.ranks.broadcast_json(call)
@@ -290,6 +288,4 @@ class RankCalls:
         if call.get("bytes"):
             packed = self.ranks.broadcast_array(np.empty(call["bytes"], np.uint8))
             arguments[0] = [unpack_group(part) for part in split(bytes(packed))]
-        elif "has_state" in call:
-            arguments[0] = RunState.model_validate(arguments[0])
         return call["name"], arguments, call["named"]

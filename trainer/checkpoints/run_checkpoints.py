@@ -68,7 +68,7 @@ class RunCheckpoints:
             state.replay_snapshot = None
         self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
-        self.on_all_ranks(self.rank_calls.save_checkpoint)(state.model_copy(deep=True), wait=wait)
+        self.on_all_ranks(self.rank_calls.save_checkpoint)(state.model_dump(mode="json"), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
 
     def note_seconds(self) -> None:

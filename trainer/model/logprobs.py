@@ -62,7 +62,7 @@ def token_logprobs(
     Returns:
         logprobs [N] float32 and entropies [N] float32 (in nats).
     """
-    chunk_tokens = chunk_tokens or chunk_states(len(weight), weight.device)
+    chunk_tokens = chunk_tokens or chunk_states(len(weight), memory_of(weight.device))
     form = form or LogitForm()
     return _apply(hidden, weight, form.bias, targets, state_ids, temperature, chunk_tokens, form)
 
@@ -185,7 +185,7 @@ def divergence(
 def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int, form: LogitForm | None = None) -> Tensor:
     """Return the share of the policy's k most likely tokens that are among a teacher's k most likely ones, [U]."""
     n = min(len(weight), len(lesson.weight))
-    size = chunk_states(n, weight.device)
+    size = chunk_states(n, memory_of(weight.device))
     heads = _heads_of(hidden, weight, lesson, n, size, form or LogitForm())
     overlaps = [lesson.state_weights.new_empty(0)]
     for rows in _chunks(hidden, size):
@@ -194,12 +194,14 @@ def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int, form: Lo
     return torch.cat(overlaps)
 
 
-def chunk_states(vocabulary: int, device: torch.device) -> int:
-    """Return how many states' logits [n, vocabulary] exist at the same time on a device."""
-    if device.type == "cpu":
-        return CPU_CHUNK
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (vocabulary * 4))
+def chunk_states(vocabulary: int, gpu_memory: int) -> int:
+    """Return how many states' logits [n, vocabulary] exist at the same time: on a GPU with so many bytes, on a CPU for 0."""
+    return max(LEAST_CUDA_CHUNK, gpu_memory // CUDA_MEMORY_SHARE // (vocabulary * 4)) if gpu_memory else CPU_CHUNK
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -274,7 +276,7 @@ class _Divergence(torch.autograd.Function):
         form: LogitForm,
     ) -> Tensor:
         n = min(len(weight), len(lesson.weight))
-        size = chunk_states(n, weight.device)
+        size = chunk_states(n, memory_of(weight.device))
         head, teacher = _heads_of(hidden, weight, lesson, n, size, form)
         of_inputs = _Gradients(ctx, hidden, weight)
         total = lesson.state_weights.new_zeros(())

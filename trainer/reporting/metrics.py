@@ -59,11 +59,7 @@ def _token_measures() -> Iterator[Measure]:
             yield Measure(f"{prefix}clip_fraction_{bound}", "trainer_clipped_tokens_ratio", text, labels)
 
 
-def _phase(phase: str) -> Measure:
-    text = "Time of the steps by phase; the other phases together are the phase `step`."
-    return Measure(f"seconds_{phase}", "trainer_phase_seconds_total", text, {"phase": phase})
-
-
+_PHASE = "Time of the steps by phase; the other phases together are the phase `step`."
 _TOKENS = "Tokens, by what they are."
 _GROUPS = "Groups, by what became of them."
 _EPISODES = "Tokens sampled for episodes since the run began, by where they are; engines have the sum of all others."
@@ -197,7 +193,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
     Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
     Measure("episode_tokens_open", "trainer_run_episode_tokens", _EPISODES, {"where": "open"}),
-    *map(_phase, (*PHASES, "step")),
+    *(Measure(f"seconds_{p}", "trainer_phase_seconds_total", _PHASE, {"phase": p}) for p in (*PHASES, "step")),
 )
 
 DERIVED = {
