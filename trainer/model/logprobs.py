@@ -195,7 +195,7 @@ def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int, form: Lo
 
 
 def chunk_states(vocabulary: int, gpu_memory: int) -> int:
-    """Return how many states' logits [n, vocabulary] exist at the same time: on a GPU with so many bytes, on a CPU for 0."""
+    """Return how many states' logits [n, vocabulary] exist at the same time, on a GPU of these bytes; 0: on a CPU."""
     return max(LEAST_CUDA_CHUNK, gpu_memory // CUDA_MEMORY_SHARE // (vocabulary * 4)) if gpu_memory else CPU_CHUNK
 
 
