@@ -25,10 +25,8 @@ from services.core.tasks import in_background
 from services.engines import proof
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.proof import Answers, Sums, UnprovenError, Verdict
-from services.protocol.groups import TokenSequence
-from services.protocol.rewards import FinishReason
 from services.weights.policy_store import FIRST_VERSION, PolicyStore
-from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.packing import TrainingGroup, text_group
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 from trainer.model.micro_batching import unknown_ids
@@ -116,13 +114,10 @@ class Prover:
             assert policy.description is not None, "rank 0 has it"
             context = getattr(policy.config, "max_position_embeddings", None) or TOKENS + 1
             evidence.token_ids = policy.description.tokenizer.encode(TEXT)[: min(TOKENS, context - 1)]
-        first, *ids = evidence.token_ids
-        zeros, end = [0] * len(ids), FinishReason.LENGTH
-        text = TokenSequence(completion_ids=ids, logprobs=zeros, policy_versions=zeros, finish_reason=end)
         for each in [proof.MODEL_ALONE, version] if self._is_adapter else [version]:
             if each not in evidence.answers:
-                group = TrainingGroup([first], [text])
-                (own,) = logprobs([group], temperature=1.0, use_adapters=each != proof.MODEL_ALONE)[0]
+                text = text_group(evidence.token_ids)
+                (own,) = logprobs([text], temperature=1.0, use_adapters=each != proof.MODEL_ALONE)[0]
                 proof.remember(evidence.answers, each, own.tolist(), proof.REMEMBERED)
 
     async def look(self, version: int, engine: Engine) -> None:

@@ -138,14 +138,11 @@ class Publisher:
             WorkerRefusedError, DependencyLostError: it gave none.
         """
 
-        async def ask(engine: Engine) -> list[list[float]]:
-            adapter = ADAPTER_NAME if self.settings.lora_rank else None
-            return await asyncio.gather(*(engine.rescore(text, adapter) for text in texts))
+        async def ask() -> list[list[float]]:
+            worker, adapter = (await self.registered_workers())[0], ADAPTER_NAME if self.settings.lora_rank else None
+            return await self._with(worker, lambda e: asyncio.gather(*(e.rescore(text, adapter) for text in texts)))
 
-        async def ask_one() -> list[list[float]]:
-            return await self._with((await self.registered_workers())[0], ask)
-
-        return self.services.call(ask_one())
+        return self.services.call(ask())
 
     async def registered_workers(self, awaited: int | None = None, *, serve_it: bool = False) -> list[Worker]:
         """Return the workers that the router knows, once they are at least MIN_WORKERS.
