@@ -87,7 +87,7 @@ class TrainingLoop:
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
         self.has_waves = self.settings.trains_while_generating(are_tiers_apart=tiers_are_apart())
         self.wave_size = wave_size(self.settings, rank_calls.ranks.n_shares)
-        self.add_wave = on_all_ranks(rank_calls.add_wave)
+        self.add_wave = on_all_ranks(rank_calls.learner.add_wave)
 
     def run(self) -> None:
         """Train to the end.

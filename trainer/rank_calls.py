@@ -116,7 +116,6 @@ def update_models(
     groups: Sequence[TrainingGroup],
     step: int,
     position: float,
-    should_stop: Callable[[], bool] | None = None,
     waves: Sequence[int] = (),
 ) -> UpdateResult:
     """Take the optimizer steps of policy and critic on ``groups``; see RankCalls.update. A collective of all ranks.
@@ -125,14 +124,14 @@ def update_models(
     """
     if waves:
         for wave in in_waves(groups, waves):
-            learner.add_wave(wave, should_stop)
+            learner.add_wave(wave)
         return learner.finish_waves(step, position=position)
     result = UpdateResult()
     if critic is None or step >= learner.settings.critic_warmup_steps:
-        result = learner.update(groups, step, position=position, should_stop=should_stop)
+        result = learner.update(groups, step, position=position)
     if critic is not None and critic.trains_alone(step):
-        stop = None if result.steps else should_stop
-        result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
+        of_critic = critic.update(groups, step, position=position, may_stop=not result.steps)
+        result = result.with_critic(of_critic)
     return result
 
 
@@ -161,7 +160,6 @@ class RankCalls:
     learner: Learner
     writer: VersionWriter
     checkpoints: CheckpointStore
-    should_stop: Callable[[], bool]
     critic: CriticLearner | None = None
     kernels: KeptKernels | None = None
     """Where rank 0 writes the kernels of its first update; None if they are not kept."""
@@ -219,11 +217,7 @@ class RankCalls:
 
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
-        return self._kept(update_models(self.learner, self.critic, groups, step, position, self.should_stop))
-
-    def add_wave(self, groups: Sequence[TrainingGroup]) -> None:
-        """Add the gradients of a wave, unless asked to stop; see Learner.add_wave."""
-        self.learner.add_wave(groups, self.should_stop)
+        return self._kept(update_models(self.learner, self.critic, groups, step, position))
 
     def finish_waves(self, step: int, position: float) -> UpdateResult:
         """Take the optimizer step on all waves; see Learner.finish_waves."""

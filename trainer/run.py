@@ -133,7 +133,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         policy = _load(settings, ranks)
         services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack, status)
         status.begin("starting", "preparing the first step")
-        learner = _learner(settings, policy, ranks, data)
+        learner = _learner(settings, policy, ranks, data, stop)
         every = settings.keep_checkpoints_every
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks, every)
         critic = CriticLearner(learner) if settings.has_critic else None
@@ -143,7 +143,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         state = resume(learner, checkpoints, data, critic, probes)
         # A resumed run may have another BATCH_SIZE now.
         learner.total_steps = settings.total_steps(data.train_prompts, state.step, state.prompts_used)
-        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
+        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, critic, kernels)
         if services is None:
             rank_calls.follow()
             return
@@ -195,12 +195,14 @@ def _load(settings: TrainerSettings, ranks: Ranks) -> Policy:
     return policy
 
 
-def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: DataStats) -> Learner:
+def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: DataStats, stop: StopSignal) -> Learner:
     """Return the policy's learner, with reference and teachers loaded; warn if the data end before MAX_STEPS."""
     total_steps = settings.total_steps(data.train_prompts)
     if total_steps < settings.max_steps:
         log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
-    return Learner(settings, policy, ranks, total_steps)
+    learner = Learner(settings, policy, ranks, total_steps)
+    learner.training.should_stop = stop
+    return learner
 
 
 def _drive(

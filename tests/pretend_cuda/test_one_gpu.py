@@ -88,7 +88,7 @@ def test_nothing_that_any_model_gathered_stays_while_the_engine_generates() -> N
         unused: Any = None
         learner: Any = SimpleNamespace(policy=trained, reference=reference, teachers={"teacher": teacher})
         critic_learner: Any = SimpleNamespace(module=critic)
-        rank_calls = RankCalls(settings, ranks, learner, unused, unused, lambda: False, critic_learner)
+        rank_calls = RankCalls(settings, ranks, learner, unused, unused, critic_learner)
         batch = batch.to(ranks.device)
         tracker: Any = MemTracker()
         tracker.track_external(*models)

@@ -204,7 +204,8 @@ def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) ->
         return asked == 2 and ranks.rank == ranks.world_size - 1
 
     try:
-        learner.update(groups, 0, should_stop=should_stop)
+        learner.training.should_stop = should_stop
+        learner.update(groups, 0)
     except StopRequestedError:
         after = weights_of(learner.policy)
         return "stopped" if all(np.array_equal(after[name], before[name]) for name in before) else "changed"
@@ -298,7 +299,7 @@ def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[Training
 
     unused: Any = None
     hearing: Any = Hearing()
-    rank_calls = RankCalls(unused, ranks, hearing, unused, unused, unused)
+    rank_calls = RankCalls(unused, ranks, hearing, unused, unused)
     if ranks.is_main:
         with rank_calls.leading():
             rank_calls.on_all_ranks(hearing.values)(groups)

@@ -201,7 +201,7 @@ def train(
     outside = outside or Outside("")
     outside.steps = state.cursors[""].position if state.cursors else 0
     services = cast(ServiceCalls, outside)
-    rank_calls = RankCalls(chosen, ranks, learner, cast(Any, outside), checkpoints, lambda: False, critic)
+    rank_calls = RankCalls(chosen, ranks, learner, cast(Any, outside), checkpoints, critic)
     loop = None
     if ranks.is_main:
         files = RunFiles(chosen, state.step, str)

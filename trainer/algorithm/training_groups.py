@@ -55,17 +55,9 @@ def training_group(
             penalty = overlong_penalty(torch.tensor([sequence.tokens]), max_length, overlong_buffer).item()
             changes["result"] = sequence.scoring.model_copy(update={"reward": reward_of(sequence) + penalty})
         sequences.append(sequence.model_copy(update=changes) if changes else sequence)
-    prompt = group.prompt
-    return TrainingGroup(
-        group.prompt_ids,
-        sequences,
-        group.group_id,
-        weight,
-        is_replayed,
-        source=prompt.source,
-        epoch=prompt.epoch,
-        position=prompt.position,
-    )
+    prompt, name = group.prompt, group.group_id
+    place = (prompt.source, prompt.epoch, prompt.position)
+    return TrainingGroup(group.prompt_ids, sequences, name, weight, is_replayed, *place)
 
 
 def scored(group: Group, *, needs_rewards: bool = True) -> list[TokenSequence]:

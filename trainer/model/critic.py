@@ -93,12 +93,7 @@ class CriticLearner:
         return self.learner.token_numbers(groups, self.compute)
 
     def update(
-        self,
-        groups: Sequence[TrainingGroup],
-        step: int,
-        *,
-        position: float | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        self, groups: Sequence[TrainingGroup], step: int, *, position: float | None = None, may_stop: bool = True
     ) -> UpdateResult:
         """Make as many optimizer steps of the critic alone as ``Learner.update`` makes, on the same parts.
 
@@ -108,10 +103,10 @@ class CriticLearner:
             groups: all groups to train on, with returns and values; every rank passes the same.
             step: number of the training step, for the learning rate.
             position: where the learning rate's decay is among the steps; see ``learning_rate``.
-            should_stop: called on every rank between the micro-batches before the first optimizer step.
+            may_stop: stop before the first optimizer step when the learner is asked to.
 
         Raises:
-            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+            StopRequestedError: some rank was asked to stop; nothing has changed.
         """
         started = time.perf_counter()
         settings = self.settings
@@ -123,8 +118,9 @@ class CriticLearner:
         rates = [rate] * len(self.optimizer.param_groups)
         batches = packed([pieces for part in parts for pieces in part.micro_batches], self.ranks)
         passes = [[partial(self._backward, batches, part.size) for _ in part.micro_batches] for part in parts]
-        training = Training(settings, self.ranks, self.module, self.optimizer)
-        result = UpdateResult.of(training.take_steps(passes, rates, should_stop), parts, started)
+        should_stop = self.learner.training.should_stop if may_stop else None
+        training = Training(settings, self.ranks, self.module, self.optimizer, should_stop)
+        result = UpdateResult.of(training.take_steps(passes, rates), parts, started)
         return replace(result, metrics={name: value for name, value in result.metrics.items() if "value_" in name})
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:

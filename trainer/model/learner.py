@@ -119,14 +119,7 @@ class Learner:
         self.optimizer.register_step_post_hook(lambda *_: policy.masters.round())
         self.training = Training(settings, ranks, policy, self.optimizer)
 
-    def update(
-        self,
-        groups: Sequence[TrainingGroup],
-        step: int,
-        *,
-        position: float | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> UpdateResult:
+    def update(self, groups: Sequence[TrainingGroup], step: int, *, position: float | None = None) -> UpdateResult:
         """Make UPDATES_PER_BATCH optimizer steps, each on an equal share of ``groups``, EPOCHS_PER_BATCH times.
 
         Groups with token ids outside the model's vocabulary are left out and counted. There is no optimizer step on a
@@ -138,10 +131,9 @@ class Learner:
             groups: all groups to train on, fresh and replayed; every rank passes the same.
             step: number of the training step, for the learning rate.
             position: where the learning rate's decay is among the steps; see ``learning_rate``.
-            should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
-            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+            StopRequestedError: some rank was asked to stop before the first optimizer step; nothing has changed.
         """
         started = time.perf_counter()
         known = [group for group in groups if self._knows(group)]
@@ -158,34 +150,33 @@ class Learner:
         order = part_order(self.settings, step)
         batches = packed([pieces for i in order for pieces in parts[i].micro_batches], self.ranks)
         passes = [self._passes(batches, parts[i].size, proximal[i]) for i in order]
-        steps = self.training.take_steps(passes, rates, should_stop)
+        steps = self.training.take_steps(passes, rates)
         metrics = {"learning_rate": rates[0], "groups_refused": float(len(groups) - len(known))}
         metrics |= self.policy.expert_load.take(self.ranks)
         return UpdateResult.of(steps, [parts[i] for i in order], started, **metrics)
 
-    def add_gradients(self, part: Part, size: StepSize, should_stop: Callable[[], bool] | None = None) -> Diagnostics:
+    def add_gradients(self, part: Part, size: StepSize) -> Diagnostics:
         """Add to the policy's gradients what a part contributes to a step whose loss has the denominators ``size``.
 
         The gradient is that of the present weights, as in the first optimizer step of an update.
         """
         batches = packed(part.micro_batches, self.ranks)
-        return self.training.add_gradients(self._passes(batches, size, [None] * len(part.micro_batches)), should_stop)
+        return self.training.add_gradients(self._passes(batches, size, [None] * len(part.micro_batches)))
 
-    def add_wave(self, groups: Sequence[TrainingGroup], should_stop: Callable[[], bool] | None = None) -> None:
+    def add_wave(self, groups: Sequence[TrainingGroup]) -> None:
         """Add the gradients of some groups of a step, before the step's other groups and its denominators are known.
 
-        ``finish_waves`` takes the optimizer step. Waves need one update a batch, and a loss with one denominator. The
-        arguments are those of ``update``.
+        ``finish_waves`` takes the optimizer step. Waves need one update a batch, and a loss with one denominator.
 
         Raises:
-            StopRequestedError: ``should_stop`` was true on some rank; the step has no waves any more.
+            StopRequestedError: some rank was asked to stop; the step has no waves any more.
         """
         started = time.perf_counter()
         part, refused = self.wave_part(groups)
         waves, self._waves = self._waves, _Waves()
         if not waves.parts:
             self.policy.expert_load.clear()
-        waves.diagnostics.add(self.add_gradients(part, UNDIVIDED, should_stop))
+        waves.diagnostics.add(self.add_gradients(part, UNDIVIDED))
         waves.parts.append(part)
         waves.refused += refused
         waves.seconds += time.perf_counter() - started

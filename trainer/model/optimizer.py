@@ -50,7 +50,7 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
     """A module in training, sharded by FSDP2, with its optimizer. Its methods are collectives of all ranks."""
 
@@ -59,12 +59,11 @@ class Training:
     ranks: Ranks
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    should_stop: Callable[[], bool] | None = None
+    """Called on every rank before each pass of an update's first step, which ends if it is true on some rank."""
 
     def take_steps(
-        self,
-        steps: Sequence[Sequence[Callable[[], Diagnostics]]],
-        rates: Sequence[float],
-        should_stop: Callable[[], bool] | None = None,
+        self, steps: Sequence[Sequence[Callable[[], Diagnostics]]], rates: Sequence[float]
     ) -> list[dict[str, float]]:
         """Take an optimizer step on the summed gradients of each of ``steps`` that has passes; return their metrics.
 
@@ -73,20 +72,17 @@ class Training:
         Args:
             steps: this rank's micro-batches of each step, forward and backward passes; every rank has equally many.
             rates: the learning rate of each of the optimizer's parameter groups.
-            should_stop: called on every rank before each pass of the first step.
 
         Raises:
             StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
         """
         metrics: list[dict[str, float]] = []
         for passes in filter(None, steps):
-            diagnostics = self.add_gradients(passes, None if metrics else should_stop)
+            diagnostics = self.add_gradients(passes, may_stop=not metrics)
             metrics.append(self.take_step(diagnostics, rates))
         return metrics
 
-    def add_gradients(
-        self, passes: Sequence[Callable[[], Diagnostics]], should_stop: Callable[[], bool] | None = None
-    ) -> Diagnostics:
+    def add_gradients(self, passes: Sequence[Callable[[], Diagnostics]], *, may_stop: bool = True) -> Diagnostics:
         """Add the gradients of ``passes`` to those of the module; return this rank's diagnostics. See ``take_steps``.
 
         Raises:
@@ -94,7 +90,7 @@ class Training:
         """
         diagnostics, sharded = Diagnostics(), cast("FSDPModule", self.module)
         for index, compute in enumerate(passes):
-            if should_stop is not None and self.ranks.any(should_stop()):
+            if may_stop and self.should_stop is not None and self.ranks.any(self.should_stop()):
                 reshard(self.module)
                 self.optimizer.zero_grad()
                 raise StopRequestedError

@@ -437,8 +437,9 @@ def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path
     learner = make_learner(alone, model, micro_batch_tokens=40, shard_parameters=shards)
     answers = iter([False, True])
     passes, before = count_passes(learner), weights_of(learner.policy)
+    learner.training.should_stop = lambda: next(answers)
     with pytest.raises(StopRequestedError):
-        learner.update(random_groups(9), 0, should_stop=lambda: next(answers))
+        learner.update(random_groups(9), 0)
     assert len(passes) == 1
     assert_same_weights(weights_of(learner.policy), before)
     assert all(p.grad is None for p in learner.policy.parameters())
@@ -447,7 +448,8 @@ def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path
 def test_a_request_to_stop_comes_too_late_after_the_first_optimizer_step(alone: Ranks, model: Path) -> None:
     learner = make_learner(alone, model, importance_correction="none", updates_per_batch=2)
     passes = count_passes(learner)
-    assert learner.update(random_groups(9), 0, should_stop=lambda: bool(passes)).steps == 2
+    learner.training.should_stop = lambda: bool(passes)
+    assert learner.update(random_groups(9), 0).steps == 2
 
 
 def test_what_one_rank_is_asked_all_do(model: Path) -> None:

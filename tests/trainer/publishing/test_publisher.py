@@ -393,7 +393,7 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     change(learner.policy, 1e-4)
     writer.write(1)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2, alone[0])
-    RankCalls(learner.settings, alone[0], learner, writer, checkpoints, lambda: False).save_model()
+    RankCalls(learner.settings, alone[0], learner, writer, checkpoints).save_model()
     saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
     assert saved == (writer.store.path(1) / "model.safetensors").read_bytes()
     if publish_type == "float32":
