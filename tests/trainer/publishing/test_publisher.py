@@ -21,6 +21,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
+from services.core import machine
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.machine import memory_directory, memory_of_run
 from services.core.tasks import InterruptedCallError, ServiceThread
@@ -134,7 +135,7 @@ def test_memory_is_released_when_the_version_is_written_and_before_workers_load_
     with ExitStack() as stack:
         volume = ForgetfulVolume(publisher.writer.store, 0, stack, monkeypatch)
         monkeypatch.setattr(
-            module, "release_memory", lambda: released.append((publisher.writer.store.path(1).is_dir(), volume.loads))
+            machine, "release_memory", lambda: released.append((publisher.writer.store.path(1).is_dir(), volume.loads))
         )
         publisher.publish(1)
     assert volume.loads == 1
