@@ -19,16 +19,8 @@ from services.core.settings import Settings
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
 from trainer.checkpoints.state import Computation
-from trainer.config import TrainerSettings
+from trainer.config import TrainerSettings, sections
 from trainer.config.objective import Objective
-from trainer.config.sections import (
-    AlgorithmSection,
-    CriticSection,
-    DistillationSection,
-    MemorySection,
-    OptimisationSection,
-    SamplingSection,
-)
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.policy import load_policy
@@ -36,7 +28,10 @@ from trainer.model.ranks import Ranks
 from trainer.rank_calls import computation, update_models
 from trainer.reporting.group_records import GroupRecords, StepHead
 
-_SECTIONS = (AlgorithmSection, CriticSection, DistillationSection, MemorySection, OptimisationSection, SamplingSection)
+_SECTIONS = (
+    *(sections.AlgorithmSection, sections.CriticSection, sections.DistillationSection),
+    *(sections.MemorySection, sections.OptimisationSection, sections.SamplingSection),
+)
 _FIELDS = {name for section in _SECTIONS for name in section.model_fields} - Settings.model_fields.keys()
 NUMBERS = {"model_name", "seed", "sources"} | _FIELDS
 """The settings on which the numbers of an update depend."""

@@ -17,7 +17,6 @@ import pickle
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from pickle import UnpicklingError
@@ -147,14 +146,6 @@ FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
-@dataclass
-class _Pending:
-    future: Future[Any]
-    hidden: Path
-    final: Path
-    state: RunState
-
-
 class CheckpointStore:
     """The checkpoints of a run. Saving and loading are collectives of all ranks."""
 
@@ -167,7 +158,8 @@ class CheckpointStore:
         self.saved_step: int | None = None
         """Step of the newest checkpoint that this process started to write, or loaded; None after a failed write."""
         self._removed_snapshots: list[str] = []
-        self._pending: _Pending | None = None
+        self._pending: tuple[Future[Any], RunState] | None = None
+        """The end of the write that is under way, and the state that is written."""
         # Saving runs its collectives in a thread of its own while the model trains, so it needs its own process group.
         self._group = dist.new_group(backend="gloo")
         # Checksums are computed while the model trains, because they read the whole checkpoint: 84 GB for a 7B model.
@@ -190,7 +182,7 @@ class CheckpointStore:
             wait: return only when the checkpoint is in place.
         """
         self.finish()
-        hidden = self.directory / f".step-{state.step:06d}.partial"
+        hidden = self._hidden(state.step)
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
@@ -204,7 +196,7 @@ class CheckpointStore:
                 written = cast("Future[Any]", future)
             # Rank 0's future is done when every rank has written its part.
             sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
-            self._pending = _Pending(sealed, hidden, self._path(state.step), state)
+            self._pending = sealed, state
             self.saved_step = state.step
             if wait:
                 self.finish()
@@ -212,7 +204,7 @@ class CheckpointStore:
     def poll(self) -> RunState | None:
         """Put a finished checkpoint in place and return its state, once, on every rank; never wait. A collective."""
         pending = self._pending
-        if pending is None or self.ranks.any(not pending.future.done()):
+        if pending is None or self.ranks.any(not pending[0].done()):
             return None
         return self.finish()
 
@@ -225,28 +217,29 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        complaint = ""
+        complaint, (future, state) = "", pending
+        hidden, final = self._hidden(state.step), self._path(state.step)
         try:
-            with writing(pending.hidden):
-                pending.future.result()
+            with writing(hidden):
+                future.result()
         except DiskFullError as error:
             complaint = str(error)
         complaints = [one for one in self.ranks.gather_json(complaint) if one]
 
         def put_in_place() -> None:
             if complaints:
-                shutil.rmtree(pending.hidden, ignore_errors=True)
+                shutil.rmtree(hidden, ignore_errors=True)
                 raise DiskFullError(complaints[0])
-            with writing(pending.final):
-                replace_directory(pending.hidden, pending.final)
-                self._remove_old(pending.state)
+            with writing(final):
+                replace_directory(hidden, final)
+                self._remove_old(state)
 
         try:
             self.ranks.on_main(put_in_place, DiskFullError)
         except DiskFullError:
             self.saved_step = None
             raise
-        return pending.state
+        return state
 
     def take_removed_snapshots(self) -> list[str]:
         """Return the replay buffer's snapshots of checkpoints removed since the last call. For rank 0 alone."""
@@ -279,6 +272,9 @@ class CheckpointStore:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
+
+    def _hidden(self, step: int) -> Path:
+        return self.directory / f".step-{step:06d}.partial"
 
     def _complete(self) -> list[Path]:
         return [self._path(step) for step in saved_steps(self.directory)]
