@@ -128,7 +128,7 @@ def measure_here(work: Work) -> Rank:
         ranks = ranks.laid_out(settings.layout)
         policy = load_policy(settings, ranks)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
-        learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)
+        learner = Learner(settings, policy, ranks, total_steps=work.rounds + 1)
         for number in range(work.rounds + 1):
             ranks.barrier()
             began = time.perf_counter()

@@ -27,7 +27,8 @@ from trainer.__main__ import launch_ranks, leave
 from trainer.reporting.group_records import GroupRecords
 
 if TYPE_CHECKING:
-    from trainer.explain import Compared, Explanation, GroupReport
+    from trainer.explain import Explanation, GroupReport
+    from trainer.recompute import Compared
 
 Run = Annotated[str, typer.Argument(help="Id or directory of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with every number instead of text.")]

@@ -16,17 +16,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from services.core import machine
-from services.core.endpoints import (
-    TRAINER_RENDEZVOUS_PORT,
-    Task,
-    ask_directly,
-    endpoint,
-    hosting_task,
-    node_addresses,
-    node_rank,
-    num_nodes,
-)
+from services.core import endpoints, machine
+from services.core.endpoints import Task
 from services.core.errors import (
     EXIT_CONFIGURATION,
     EXIT_PEER_LOST,
@@ -61,15 +52,15 @@ def main() -> int:
     if "RANK" not in os.environ:
         try:
             kill_stale_processes()
-            ask_directly()
-            n_ranks = num_nodes() * ranks_per_node()
+            endpoints.ask_directly()
+            n_ranks = endpoints.num_nodes() * ranks_per_node()
         except ConfigurationError as error:
             say_error(error)
             return EXIT_CONFIGURATION
-        engines = [ENGINES] if hosting_task(Task.ROLLOUT_SERVER) is Task.TRAINER else []
+        engines = [ENGINES] if endpoints.hosting_task(Task.ROLLOUT_SERVER) is Task.TRAINER else []
         if n_ranks > 1 or engines:
             # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
-            return exit_code_of(TrainerSettings.load) or launch_ranks(n_ranks // num_nodes(), beside=engines)
+            return exit_code_of(TrainerSettings.load) or launch_ranks(n_ranks // endpoints.num_nodes(), beside=engines)
     set_allocator()  # of a rank alone: engines that sleep cannot have it
     with pause_collection():
         from trainer.run import run_rank
@@ -129,11 +120,11 @@ def launch_ranks(
         command: the command of a rank.
         beside: commands that run as long as the ranks do; the end of one counts as a rank's failure.
     """
-    meeting = endpoint(Task.TRAINER, TRAINER_RENDEZVOUS_PORT)
+    meeting = endpoints.endpoint(Task.TRAINER, endpoints.TRAINER_RENDEZVOUS_PORT)
     environment = os.environ | {
-        "MASTER_ADDR": meeting.host if "JOBGROUP_ENDPOINTS" in os.environ else node_addresses()[0],
+        "MASTER_ADDR": meeting.host if "JOBGROUP_ENDPOINTS" in os.environ else endpoints.node_addresses()[0],
         "MASTER_PORT": str(meeting.port),
-        "WORLD_SIZE": str(num_nodes() * count),
+        "WORLD_SIZE": str(endpoints.num_nodes() * count),
         "LOCAL_WORLD_SIZE": str(count),
     }
     received: list[int] = []
@@ -141,7 +132,7 @@ def launch_ranks(
         signal.signal(number, lambda number, _frame: received.append(number))
     ranks = []
     for local in range(count):
-        numbers = {"RANK": str(node_rank() * count + local), "LOCAL_RANK": str(local)}
+        numbers = {"RANK": str(endpoints.node_rank() * count + local), "LOCAL_RANK": str(local)}
         # In a session of its own, so that a signal reaches a rank once: from here.
         ranks.append(subprocess.Popen(command, env=environment | numbers, start_new_session=True))
     others = [

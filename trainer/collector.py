@@ -11,6 +11,8 @@ import asyncio
 import math
 import sys
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -80,15 +82,12 @@ class Collector:
             DependencyLostError: a service was lost, or a whole batch of prompts in a row got no completion.
             ConfigurationError: the rollout workers refuse every prompt.
         """
-        try:
-            # The prompts of SOURCES are never used up, so nobody asks how far they are.
-            if self.settings.sources is None:
-                await self.data.set_cursor(self.name, Cursor())
-            async with asyncio.TaskGroup() as flights:
-                await self._take_prompts(flights)
-            await self.data.set_cursor(self.name, Cursor(epoch=self.settings.num_epochs))
-        except ExceptionGroup as ended:
-            raise _first_error(ended) from None
+        # The prompts of SOURCES are never used up, so nobody asks how far they are.
+        if self.settings.sources is None:
+            await self.data.set_cursor(self.name, Cursor())
+        async with _tasks() as flights:
+            await self._take_prompts(flights)
+        await self.data.set_cursor(self.name, Cursor(epoch=self.settings.num_epochs))
 
     async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
         prompts = await self._taken.unfinished()
@@ -150,18 +149,20 @@ async def collect_sources(settings: TrainerSettings, clients: Clients, makers: M
     Raises:
         DependencyLostError, ConfigurationError: see ``Collector.run``.
     """
+    async with _tasks() as collectors:
+        for source in settings.schedule.shares:
+            collectors.create_task(Collector(settings, clients, makers[source], number).run())
+
+
+@asynccontextmanager
+async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """Run tasks until all end; raise the error of the first that failed, one that says what to do before others."""
     try:
-        async with asyncio.TaskGroup() as collectors:
-            for source in settings.schedule.shares:
-                collectors.create_task(Collector(settings, clients, makers[source], number).run())
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
     except ExceptionGroup as ended:
-        raise _first_error(ended) from None
-
-
-def _first_error(ended: ExceptionGroup[Exception]) -> Exception:
-    """Return the error of the first task that failed; one that says what to do before others."""
-    known = (error for error in ended.exceptions if isinstance(error, ConfigurationError | DependencyLostError))
-    return next(known, ended.exceptions[0])
+        known = (error for error in ended.exceptions if isinstance(error, ConfigurationError | DependencyLostError))
+        raise next(known, ended.exceptions[0]) from None
 
 
 async def collect(settings: TrainerSettings) -> None:

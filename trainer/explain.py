@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ from trainer.algorithm.loss import CLIP_FRACTIONS, Diagnostics, PolicyLoss, Step
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.policy_losses import CAPS
 from trainer.algorithm.training_groups import PerToken
-from trainer.checkpoints.state import Computation
 from trainer.model.learner import Learner
 from trainer.model.micro_batching import in_waves, part_order, unknown_ids
 from trainer.model.ranks import Ranks
-from trainer.rank_calls import computation
-from trainer.recompute import Difference, Recomputation, Taken, checkpoints
+from trainer.recompute import Compared, Recomputation, checkpoints
 from trainer.reporting.group_records import StepHead
 from trainer.reporting.run_files import SampleRecords
 
@@ -91,48 +89,6 @@ class Ratio:
 
 
 @dataclass
-class Compared:
-    """Steps that were computed again, and where they first differ from the run."""
-
-    first: int
-    last: int
-    begin: str = ""
-    """The checkpoint from which they were computed, or the model with which the run began."""
-    metrics: int = 0
-    """Numbers of metrics.jsonl that were compared."""
-    tensors: int | None = None
-    """Tensors of the checkpoint after the last step that were compared; None without this checkpoint."""
-    step: int | None = None
-    """The first step that differs; None if all are equal to the bit."""
-    differences: list[Difference] = field(default_factory=list)
-    """The differences in that step: its metrics, or the tensors of the checkpoint."""
-    then: Computation | None = None
-    """The machine and software that computed these steps in the run."""
-    now: Computation | None = None
-    """The machine and software that computed them again."""
-    reason: str | None = None
-    """Why the steps could not be compared."""
-
-    def begins(self, run: Recomputation) -> None:
-        """Note from what, and with what, the steps are computed."""
-        self.begin = f"checkpoint step-{run.step:06d}" if run.step else run.settings.model_name
-        self.then, self.now = run.records.head(self.first).computation, computation(run.learner.policy, run.ranks)
-
-    def took(self, taken: Taken) -> None:
-        """Note the metrics of a step."""
-        self.metrics += taken.compared
-        if taken.differences and self.step is None:
-            self.step, self.differences = taken.head.step, taken.differences
-
-    def ends(self, run: Recomputation) -> None:
-        """Compare the weights and moments with the checkpoint of the last step, if there is one."""
-        if run.step in checkpoints(run.run_dir):
-            differences, self.tensors = run.compare()
-            if differences and self.step is None:
-                self.step, self.differences = run.step, differences
-
-
-@dataclass
 class Explanation:
     """A step, explained."""
 
@@ -196,8 +152,7 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
         ConfigurationError: records or checkpoints that it needs are gone or damaged.
     """
     compared = Compared(first=1 + max(number for number in checkpoints(run_dir) if number < step), last=step)
-    run = Recomputation(run_dir, compared.first - 1, ranks)
-    compared.begins(run)
+    run = Recomputation(run_dir, compared, ranks)
     learner, loss = run.learner, run.learner.loss
     if not isinstance(loss, PolicyLoss):
         raise ConfigurationError(
@@ -205,15 +160,17 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
             "with their records alone"
         )
     while run.step < step - 1:
-        compared.took(run.take(*run.groups()))
+        run.take(*run.groups())
     head, groups = run.groups()
     before, gradients = learner.logprobs(groups), _gradients(learner, groups)
     learner.loss = watched = WatchedLoss(loss)  # type: ignore[assignment]
-    taken = run.take(head, groups)
+    result = run.take(head, groups)
     learner.loss = loss
     silences, after = _silences(learner, groups, watched, head), learner.logprobs(groups)
-    compared.took(taken)
-    compared.ends(run)
+    run.compare()
+    silence: Silence = Counter()
+    for one in chain(*silences):
+        silence.update(one)  # a sum would leave out what is 0
     decode: Decode = learner.policy.description.decode if learner.policy.description else lambda _ids: ""
     reports = [
         _group_report(group, gradients.get(id(group), (0.0, 0.0)), of_loss, then, now, decode)
@@ -224,10 +181,10 @@ def explain(run_dir: Path, step: int, ranks: Ranks) -> Explanation:
         step=step,
         policy_version=head.policy_version,
         compared=compared,
-        metrics=taken.result.metrics,
+        metrics=result.metrics,
         max_grad_norm=run.settings.max_grad_norm,
         loss=run.settings.loss,
-        silence=_total(silences),
+        silence=silence,
         without_advantage=sum(_without_advantage(s) for group in groups for s in group.sequences),
         versions=_versions(groups),
         groups=sorted(reports, key=lambda report: -report.grad_norm),
@@ -243,11 +200,10 @@ def verify(run_dir: Path, ranks: Ranks) -> list[Compared]:
 def _compare_between(run_dir: Path, first: int, last: int, ranks: Ranks) -> Compared:
     compared = Compared(first=first + 1, last=last)
     try:
-        run = Recomputation(run_dir, first, ranks)
-        compared.begins(run)
+        run = Recomputation(run_dir, compared, ranks)
         while run.step < last:
-            compared.took(run.take(*run.groups()))
-        compared.ends(run)
+            run.take(*run.groups())
+        run.compare()
     except ConfigurationError as error:
         compared.reason = str(error)
     return compared
@@ -258,15 +214,15 @@ def _gradients(learner: Learner, groups: Sequence[TrainingGroup]) -> dict[int, t
     known = [group for group in groups if not len(unknown_ids(group, learner.policy.config.vocab_size))]
     sizes: dict[int, StepSize] = {}
     for share in learner.shares(known):
-        size = learner.part(share).size
-        sizes |= {id(group): size for group in share}
-        learner.add_gradients(share, size)
+        part = learner.part(share)
+        sizes |= {id(group): part.size for group in share}
+        learner.add_gradients(part, part.size)
     whole, of_groups = _taken_gradients(learner), {}
     squares = _dot(whole, whole)
     for group in known:
-        learner.add_gradients([group], sizes.get(id(group), StepSize(0, 0)))
-        part = _taken_gradients(learner)
-        of_groups[id(group)] = (_dot(part, part) ** 0.5, _dot(part, whole) / squares if squares else 0.0)
+        learner.add_gradients(learner.part([group]), sizes.get(id(group), StepSize(0, 0)))
+        own = _taken_gradients(learner)
+        of_groups[id(group)] = (_dot(own, own) ** 0.5, _dot(own, whole) / squares if squares else 0.0)
     return of_groups
 
 
@@ -303,17 +259,9 @@ def _silences(
         for sequence, silence in zip((s for piece in pieces for s in piece.sequences), silences, strict=bool(pieces))
     ]
     # Every rank of a context group has the same.
-    by_share = learner.ranks.gather_json(mine)[:: learner.ranks.context.size]
-    for g, n, counts in (one for of_share in by_share for one in of_share):
+    for g, n, counts in chain(*learner.ranks.gather_json(mine)[:: learner.ranks.context.size]):
         found[g][n].update(counts)
     return found
-
-
-def _total(silences: Sequence[Sequence[Silence]]) -> Silence:
-    total: Silence = Counter()
-    for silence in (one for of_group in silences for one in of_group):
-        total.update(silence)  # a sum would leave out what is 0
-    return total
 
 
 def _without_advantage(sequence: TokenSequence) -> int:

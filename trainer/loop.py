@@ -82,14 +82,12 @@ class TrainingLoop:
             self.settings, thread, writer, on_all_ranks(writer.write), on_all_ranks(writer.release)
         )
         self.status.refusals = self.publisher.prover.refusals
-        save, store = on_all_ranks(rank_calls.save_checkpoint), rank_calls.checkpoints
-        replay = self.services.save_replay, self.services.forget_replay
-        self.checkpoints = RunCheckpoints(self.settings, self.state, *replay, store, save, on_all_ranks)
+        self.checkpoints = RunCheckpoints(self.settings, self.state, self.services, rank_calls)
         self.profile = StepProfile(self.settings, rank_calls.ranks.device, self.services.ask_engines)
         self.computation = computation(rank_calls.learner.policy, rank_calls.ranks)
         self.has_waves = self.settings.trains_while_generating(are_tiers_apart=tiers_are_apart())
         self.wave_size = wave_size(self.settings, rank_calls.ranks.n_shares)
-        self.add_wave = on_all_ranks(rank_calls.add_wave)
+        self.add_wave = on_all_ranks(rank_calls.learner.add_wave)
 
     def run(self) -> None:
         """Train to the end.

@@ -116,7 +116,6 @@ def update_models(
     groups: Sequence[TrainingGroup],
     step: int,
     position: float,
-    should_stop: Callable[[], bool] | None = None,
     waves: Sequence[int] = (),
 ) -> UpdateResult:
     """Take the optimizer steps of policy and critic on ``groups``; see RankCalls.update. A collective of all ranks.
@@ -125,14 +124,14 @@ def update_models(
     """
     if waves:
         for wave in in_waves(groups, waves):
-            learner.add_wave(wave, should_stop)
+            learner.add_wave(wave)
         return learner.finish_waves(step, position=position)
     result = UpdateResult()
     if critic is None or step >= learner.settings.critic_warmup_steps:
-        result = learner.update(groups, step, position=position, should_stop=should_stop)
+        result = learner.update(groups, step, position=position)
     if critic is not None and critic.trains_alone(step):
-        stop = None if result.steps else should_stop
-        result = result.with_critic(critic.update(groups, step, position=position, should_stop=stop))
+        of_critic = critic.update(groups, step, position=position, may_stop=not result.steps)
+        result = result.with_critic(of_critic)
     return result
 
 
@@ -161,7 +160,6 @@ class RankCalls:
     learner: Learner
     writer: VersionWriter
     checkpoints: CheckpointStore
-    should_stop: Callable[[], bool]
     critic: CriticLearner | None = None
     kernels: KeptKernels | None = None
     """Where rank 0 writes the kernels of its first update; None if they are not kept."""
@@ -171,7 +169,7 @@ class RankCalls:
 
         Args:
             method: a method of this object or of one of its PARTS. Its arguments are JSON values; the first may be
-                groups to train on, or the run's state.
+                groups to train on.
         """
         owner = getattr(method, "__self__", None)
         [name] = [name for name in ("", *PARTS) if self._part(name) is owner]
@@ -219,11 +217,7 @@ class RankCalls:
 
         The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
         """
-        return self._kept(update_models(self.learner, self.critic, groups, step, position, self.should_stop))
-
-    def add_wave(self, groups: Sequence[TrainingGroup]) -> None:
-        """Add the gradients of a wave, unless asked to stop; see Learner.add_wave."""
-        self.learner.add_wave(groups, self.should_stop)
+        return self._kept(update_models(self.learner, self.critic, groups, step, position))
 
     def finish_waves(self, step: int, position: float) -> UpdateResult:
         """Take the optimizer step on all waves; see Learner.finish_waves."""
@@ -246,9 +240,9 @@ class RankCalls:
         """Log what engines that sleep for the first time keep of the GPUs; see ``trainer.capacity.check``."""
         compare_asleep(self.settings, self.ranks)
 
-    def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
-        """Start a checkpoint of ``state``; see CheckpointStore.save."""
-        self.checkpoints.save(self.learner.policy, self.learner.optimizer, state, critic=self.critic, wait=wait)
+    def save_checkpoint(self, state: dict[str, Any], *, wait: bool) -> None:
+        """Start a checkpoint of a state, which is JSON here; see CheckpointStore.save."""
+        self.checkpoints.save(self.learner, RunState.model_validate(state), self.critic, wait=wait)
 
     def save_model(self) -> None:
         """Write the trained model, and the critic, to the run directory, where transformers loads them from.
@@ -274,9 +268,7 @@ class RankCalls:
             return
         call: dict[str, Any] = {"name": name, "arguments": [*arguments], "named": named}
         packed = b""
-        if arguments and isinstance(arguments[0], RunState):
-            call |= {"arguments": [arguments[0].model_dump(mode="json"), *arguments[1:]], "has_state": True}
-        elif arguments and isinstance(arguments[0], Sequence):
+        if arguments and isinstance(arguments[0], Sequence):
             packed = joined([pack_group(group) for group in arguments[0]])
             call |= {"arguments": [[], *arguments[1:]], "bytes": len(packed)}
         self.ranks.broadcast_json(call)
@@ -290,6 +282,4 @@ class RankCalls:
         if call.get("bytes"):
             packed = self.ranks.broadcast_array(np.empty(call["bytes"], np.uint8))
             arguments[0] = [unpack_group(part) for part in split(bytes(packed))]
-        elif "has_state" in call:
-            arguments[0] = RunState.model_validate(arguments[0])
         return call["name"], arguments, call["named"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,20 @@ from services.core.files import read_records, saved_steps
 from services.core.settings import Settings
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints.checkpoint import damage, load_checkpoint, read_state, tensors_of
-from trainer.config import TrainerSettings
+from trainer.checkpoints.state import Computation
+from trainer.config import TrainerSettings, sections
 from trainer.config.objective import Objective
-from trainer.config.sections import (
-    AlgorithmSection,
-    CriticSection,
-    DistillationSection,
-    MemorySection,
-    OptimisationSection,
-    SamplingSection,
-)
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
-from trainer.model.teachers import load_teachers
-from trainer.rank_calls import update_models
+from trainer.rank_calls import computation, update_models
 from trainer.reporting.group_records import GroupRecords, StepHead
 
-_SECTIONS = (AlgorithmSection, CriticSection, DistillationSection, MemorySection, OptimisationSection, SamplingSection)
+_SECTIONS = (
+    *(sections.AlgorithmSection, sections.CriticSection, sections.DistillationSection),
+    *(sections.MemorySection, sections.OptimisationSection, sections.SamplingSection),
+)
 _FIELDS = {name for section in _SECTIONS for name in section.model_fields} - Settings.model_fields.keys()
 NUMBERS = {"model_name", "seed", "sources"} | _FIELDS
 """The settings on which the numbers of an update depend."""
@@ -57,17 +52,32 @@ class Difference:
 
 
 @dataclass
-class Taken:
-    """A step that was computed again."""
+class Compared:
+    """Steps that were computed again, and where they first differ from the run."""
 
-    head: StepHead
-    groups: list[TrainingGroup]
-    """The groups with their advantages, in the order of the update."""
-    result: UpdateResult
-    differences: list[Difference]
-    """The metrics of the update that differ from those in metrics.jsonl, in the order in which they are computed."""
-    compared: int
-    """The number of metrics that were compared."""
+    first: int
+    last: int
+    begin: str = ""
+    """The checkpoint from which they were computed, or the model with which the run began."""
+    metrics: int = 0
+    """Numbers of metrics.jsonl that were compared."""
+    tensors: int | None = None
+    """Tensors of the checkpoint after the last step that were compared; None without this checkpoint."""
+    step: int | None = None
+    """The first step that differs; None if all are equal to the bit."""
+    differences: list[Difference] = field(default_factory=list)
+    """The differences in that step: its metrics as they are computed, or the tensors of the checkpoint."""
+    then: Computation | None = None
+    """The machine and software that computed these steps in the run."""
+    now: Computation | None = None
+    """The machine and software that computed them again."""
+    reason: str | None = None
+    """Why the steps could not be compared."""
+
+    def note(self, step: int, differences: list[Difference]) -> None:
+        """Note what differs in a step, unless an earlier one differs."""
+        if differences and self.step is None:
+            self.step, self.differences = step, differences
 
 
 class Recomputation:
@@ -76,14 +86,14 @@ class Recomputation:
     Every rank makes the same calls.
     """
 
-    def __init__(self, run_dir: Path, after: int, ranks: Ranks) -> None:
-        """Load the checkpoint of step ``after``, or for 0 the model with which the run began.
+    def __init__(self, run_dir: Path, compared: Compared, ranks: Ranks) -> None:
+        """Load the checkpoint before the steps that are ``compared``, or the model with which the run began.
 
         Raises:
             ConfigurationError: the checkpoint, the model or the record of the next step cannot be used.
         """
         self.run_dir, self.records = run_dir, GroupRecords(run_dir)
-        head = self.records.head(after + 1)
+        head, after = self.records.head(compared.first), compared.first - 1
         self.settings, then = _settings(run_dir, head), head.computation
         torch.set_num_threads(then.threads)
         ranks = ranks.replicated(then.replicas).in_contexts(self.settings.context_parallel_size)
@@ -91,21 +101,22 @@ class Recomputation:
         self.ranks, self.step = ranks, after
         torch.manual_seed(self.settings.seed)
         policy = load_policy(self.settings, ranks)
-        has_reference = self.settings.kl_coef > 0 and not policy.has_adapters
-        reference = load_policy(self.settings, ranks, trainable=False) if has_reference else None
-        # Otherwise the recorded groups have what their teachers said.
-        teachers = load_teachers(self.settings, policy, ranks) if self.settings.teacher_jsd_beta is not None else None
-        self.learner = Learner(self.settings, policy, ranks, reference, head.total_steps, teachers)
+        # Without TEACHER_JSD_BETA the recorded groups have what their teachers said.
+        has_teachers = self.settings.teacher_jsd_beta is not None
+        self.learner = Learner(self.settings, policy, ranks, head.total_steps, has_teachers=has_teachers)
         self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
         baselines: Mapping[str, Mapping[int, float]] = {}
         if after:
             self.load(after)
             baselines = read_state(checkpoint(run_dir, after)).role_baselines
         self.objective = Objective(self.settings, baselines)
+        self.compared = compared
+        compared.begin = f"checkpoint step-{after:06d}" if after else self.settings.model_name
+        compared.then, compared.now = then, computation(policy, ranks)
 
     def load(self, step: int) -> None:
         """Load the checkpoint of a step."""
-        load_checkpoint(checkpoint(self.run_dir, step), self.learner.policy, self.learner.optimizer, self.critic)
+        load_checkpoint(checkpoint(self.run_dir, step), self.learner, self.critic)
 
     def groups(self) -> tuple[StepHead, list[TrainingGroup]]:
         """Return the head of the next step's record, and its groups with the advantages that they had.
@@ -128,8 +139,8 @@ class Recomputation:
         values = None if self.critic is None else self.critic.values(groups)
         return head, self.objective.with_advantages(groups, reference, values)
 
-    def take(self, head: StepHead, groups: list[TrainingGroup]) -> Taken:
-        """Take the next step, with what ``groups`` returned for it."""
+    def take(self, head: StepHead, groups: list[TrainingGroup]) -> UpdateResult:
+        """Take the next step, with what ``groups`` returned for it, and compare its metrics with those of the run."""
         self.learner.total_steps = head.total_steps
         result = update_models(self.learner, self.critic, groups, self.step, head.position, waves=head.waves)
         self.step = head.step
@@ -138,10 +149,14 @@ class Recomputation:
         both = [name for name in result.metrics if name in recorded]
         pairs = {name: (recorded[name], _as_json(result.metrics[name])) for name in both}
         unlike = [Difference(name=n, recorded=then, recomputed=now) for n, (then, now) in pairs.items() if then != now]
-        return Taken(head, groups, result, unlike, len(both))
+        self.compared.metrics += len(both)
+        self.compared.note(head.step, unlike)
+        return result
 
-    def compare(self) -> tuple[list[Difference], int]:
-        """Return the tensors that differ from the checkpoint of the step so far, which is loaded, and their number."""
+    def compare(self) -> None:
+        """Compare weights and moments with the checkpoint of the last step taken, which is loaded, if there is one."""
+        if self.step not in checkpoints(self.run_dir):
+            return
         with self.learner.policy.masters.in_place():
             mine = {name: _local(tensor).clone() for name, tensor in self._tensors()}
             self.load(self.step)
@@ -149,10 +164,11 @@ class Recomputation:
             unlike = [found for name, tensor in theirs.items() if (found := _difference(name, tensor, mine[name]))]
         of_ranks = self.ranks.gather_json([asdict(one) for one in unlike])
         first = {one["name"]: Difference(**one) for found in reversed(of_ranks) for one in found}
-        return [first[name] for name in theirs if name in first], len(theirs)
+        self.compared.tensors = len(theirs)
+        self.compared.note(self.step, [first[name] for name in theirs if name in first])
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, state in tensors_of(self.learner.policy, self.learner.optimizer, self.critic).items():
+        for name, state in tensors_of(self.learner, self.critic).items():
             yield from _leaves(name, state)
 
 

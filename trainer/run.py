@@ -27,17 +27,18 @@ from services.weights.broadcast_group import match_engines_nccl
 from trainer.capacity.check import preflight
 from trainer.capacity.work import VolumeRoom
 from trainer.checkpoints.checkpoint import CheckpointStore
-from trainer.checkpoints.run_checkpoints import count_parameters, resume
+from trainer.checkpoints.run_checkpoints import resume
 from trainer.checkpoints.state import RunState, has_succeeded
 from trainer.collector import collect_sources
 from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
+from trainer.model.loading import count_parameters
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.model.saving import keep_untrained, writing
-from trainer.model.teachers import check_endpoints, load_teachers, naming_the_teacher
+from trainer.model.teachers import check_endpoints, naming_the_teacher
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import ENDINGS, KeptKernels, RankCalls
 from trainer.reporting.group_facts import GroupFacts
@@ -132,17 +133,17 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         policy = _load(settings, ranks)
         services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack, status)
         status.begin("starting", "preparing the first step")
-        learner = _learner(settings, policy, ranks, data)
+        learner = _learner(settings, policy, ranks, data, stop)
         every = settings.keep_checkpoints_every
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks, every)
         critic = CriticLearner(learner) if settings.has_critic else None
         writer = VersionWriter(settings, policy, ranks)
         stack.callback(writer.close)
         probes = {url: teacher.probe for url, teacher in services.teachers.items()} if services else {}
-        state = resume(settings, ranks, policy, data, learner, checkpoints, critic, probes)
+        state = resume(learner, checkpoints, data, critic, probes)
         # A resumed run may have another BATCH_SIZE now.
         learner.total_steps = settings.total_steps(data.train_prompts, state.step, state.prompts_used)
-        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, stop, critic, kernels)
+        rank_calls = RankCalls(settings, ranks, learner, writer, checkpoints, critic, kernels)
         if services is None:
             rank_calls.follow()
             return
@@ -194,14 +195,14 @@ def _load(settings: TrainerSettings, ranks: Ranks) -> Policy:
     return policy
 
 
-def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: DataStats) -> Learner:
+def _learner(settings: TrainerSettings, policy: Policy, ranks: Ranks, data: DataStats, stop: StopSignal) -> Learner:
     """Return the policy's learner, with reference and teachers loaded; warn if the data end before MAX_STEPS."""
     total_steps = settings.total_steps(data.train_prompts)
     if total_steps < settings.max_steps:
         log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
-    needs_reference = settings.kl_coef > 0 and not policy.has_adapters
-    reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
-    return Learner(settings, policy, ranks, reference, total_steps, load_teachers(settings, policy, ranks))
+    learner = Learner(settings, policy, ranks, total_steps)
+    learner.training.should_stop = stop
+    return learner
 
 
 def _drive(

@@ -17,6 +17,7 @@ from services.core.models import vocabulary_size
 from services.core.tasks import ServiceThread
 from services.protocol.groups import TokenSequence
 from services.protocol.prompts import Cursor, Prompt, PromptBatch
+from services.run_page.progress import Activity
 from tests.evaluation.conftest import ARITHMETIC, Here
 from trainer.config import TrainerSettings
 from trainer.rollouts.evaluate import Evaluator
@@ -80,7 +81,7 @@ def test_a_prompt_has_the_same_tokens_and_score_inside_a_run_and_by_the_command(
             results[prompt.id] = results.get(prompt.id, []) + [one.scoring for one in answers.sequences]
             return answers
 
-    evaluator = Evaluator(settings, data, {"": Recorded(settings, rollouts, scored)})
+    evaluator = Evaluator(settings, data, {"": Recorded(settings, rollouts, scored)}, Activity())
     with ServiceThread() as thread:
         thread.call(scored.__aenter__())
         thread.call(rollouts.__aenter__())

@@ -196,9 +196,7 @@ def other_rotary() -> Any:
 def no_optimizer() -> Any:
     """Optimizer steps change nothing."""
     return around(
-        optimizer,
-        "take_step",
-        lambda original, s, r, m, o, d, rates, n=1: original(s, r, m, o, d, [0.0] * len(rates), n),
+        optimizer.Training, "take_step", lambda original, self, d, rates, n=1: original(self, d, [0.0] * len(rates), n)
     )
 
 

@@ -89,9 +89,7 @@ def without_compilation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sharding, "compile_layers", lambda *_: None)
 
 
-def pretended_policy(
-    config: PretrainedConfig, settings: TrainerSettings, ranks: Ranks, *, has_checkpointing: bool
-) -> Policy:
+def pretended_policy(config: PretrainedConfig, settings: TrainerSettings, ranks: Ranks) -> Policy:
     """Return a policy of any size on cuda:0, sharded over the mesh. Within FakeTensorMode."""
     file_type = config.dtype  # transformers sets it to the type of the model that it makes
     with torch.device("cuda"):
@@ -102,7 +100,7 @@ def pretended_policy(
     trained, chosen = policy.Policy(model, 1.0).eval(), Compute("cuda", ComputeType.BFLOAT16, 1, "")
     policy.freeze(trained, chosen, file_type, trainable=True)
     alone = replace(ranks, world_size=1)  # there is nobody to send the weights to
-    sharding.shard(trained, decoder, settings, alone, chosen, has_checkpointing=has_checkpointing)
+    sharding.shard(trained, decoder, settings, alone, chosen)
     return trained
 
 
@@ -143,8 +141,7 @@ def tracked_pass(
     """Make a pass over ``tokens`` tokens, in sequences of equal length; count what the block allocates, too."""
     batch = packed_sequences(tokens, sequence)
     with pretended_ranks(gpus=gpus) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
-        checkpointing = settings.activation_checkpointing is True
-        trained = pretended_policy(config, settings, ranks, has_checkpointing=checkpointing)
+        trained = pretended_policy(config, settings, ranks)
         optimizer, tracker = make_optimizer(settings, trained), cast("Any", MemTracker())
         batch = batch.to(ranks.device)
         tracker.track_external(trained, optimizer)

@@ -65,7 +65,8 @@ def peak(config: PretrainedConfig, settings: TrainerSettings) -> int:
     with pretended_ranks(gpus=GPUS, context=GPUS) as ranks:
         batch = packed_sequences(SEQUENCE, SEQUENCE, ranks.context)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trained = pretended_policy(config, settings, ranks, has_checkpointing=True)
+            recomputing = settings.model_copy(update={"activation_checkpointing": True})
+            trained = pretended_policy(config, recomputing, ranks)
             tracker: Any = MemTracker()
             tracker.track_external(trained, make_optimizer(settings, trained))
             batch = batch.to(ranks.device)

@@ -70,10 +70,11 @@ def test_a_gpu_has_no_state_and_takes_the_bytes_that_the_preflight_says() -> Non
 
 
 def test_shards_are_copied_to_the_device_without_a_wait(pinned: list[Tensor]) -> None:
-    config, settings = with_layers(CONFIGS["0.5B"][1], 2), settings_of()
+    config = with_layers(CONFIGS["0.5B"][1], 2)
+    settings = settings_of().model_copy(update={"activation_checkpointing": False})
     batch = packed_sequences(SEQUENCE, SEQUENCE)
     with pretended_ranks(gpus=RANKS) as ranks, FakeTensorMode(allow_non_fake_inputs=True):
-        trained = pretended_policy(config, settings, ranks, has_checkpointing=False)
+        trained = pretended_policy(config, settings, ranks)
         assert len(pinned) == len(list(trained.parameters()))
         batch = batch.to(ranks.device)
         with Seen() as seen:

@@ -79,15 +79,16 @@ def counted(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
 
 
 def test_nothing_that_any_model_gathered_stays_while_the_engine_generates() -> None:
-    settings, config = settings_of(lora_rank=0), with_layers(CONFIGS[LABELS[0]][1], DEPTHS[0])
+    settings = settings_of(lora_rank=0, activation_checkpointing=False)
+    config = with_layers(CONFIGS[LABELS[0]][1], DEPTHS[0])
     batch = packed_sequences(SEQUENCE, SEQUENCE)
     with pretended_ranks() as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        models = [pretended_policy(config, settings, ranks, has_checkpointing=False) for _ in range(4)]
+        models = [pretended_policy(config, settings, ranks) for _ in range(4)]
         trained, reference, critic, teacher = models
         unused: Any = None
         learner: Any = SimpleNamespace(policy=trained, reference=reference, teachers={"teacher": teacher})
         critic_learner: Any = SimpleNamespace(module=critic)
-        rank_calls = RankCalls(settings, ranks, learner, unused, unused, lambda: False, critic_learner)
+        rank_calls = RankCalls(settings, ranks, learner, unused, unused, critic_learner)
         batch = batch.to(ranks.device)
         tracker: Any = MemTracker()
         tracker.track_external(*models)

@@ -118,7 +118,7 @@ def test_a_step_with_the_tiny_model(name: str, tiny_model: Path, tmp_path: Path)
             for n, prompt in enumerate(prompts)
         ]
     with join_ranks() as ranks:
-        learner = Learner(chosen, load_policy(chosen, ranks), ranks, reference=None, total_steps=1)
+        learner = Learner(chosen, load_policy(chosen, ranks), ranks, total_steps=1)
         before = [p.detach().clone() for p in learner.policy.parameters() if p.requires_grad]
         objective = Objective(chosen)
         training = [objective.training_group(group) for group in groups]

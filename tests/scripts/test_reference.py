@@ -74,9 +74,9 @@ def test_names_follow_the_conventions(metrics):
 def test_columns_of_a_step_reach_their_metrics(metrics):
     for measure in trainer_metrics.MEASURES:
         assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
-    assert metrics[trainer_metrics.AT_K.name].labels == ("measure", "k")
-    assert metrics[trainer_metrics.REWARD_PART.name].labels == ("function",)
-    assert metrics[trainer_metrics.FAILED.name].labels == ("reason",)
+    assert metrics["trainer_samples_ratio"].labels == ("measure", "k")
+    assert metrics["trainer_reward_part_mean"].labels == ("function",)
+    assert metrics["trainer_episodes_failed_total"].labels == ("reason",)
 
 
 def selectors(node, inside=None):

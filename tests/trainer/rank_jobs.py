@@ -30,7 +30,6 @@ from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import MeasuredRounding, Rounding
 from trainer.model.saving import DiskFullError, save_pretrained, write_adapter
-from trainer.model.teachers import load_teachers
 from trainer.publishing.writer import VersionWriter
 from trainer.rank_calls import RankCalls
 
@@ -57,10 +56,7 @@ def options(settings: dict[str, Any]) -> dict[str, Any]:
 def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: Any) -> Learner:
     """Return a learner of the model in a directory."""
     chosen = TrainerSettings.load(model_name=str(model), **options(settings))
-    policy = load_policy(chosen, ranks)
-    needs_reference = chosen.kl_coef > 0 and not policy.has_adapters
-    reference = load_policy(chosen, ranks, trainable=False) if needs_reference else None
-    return Learner(chosen, policy, ranks, reference, total_steps, load_teachers(chosen, policy, ranks))
+    return Learner(chosen, load_policy(chosen, ranks), ranks, total_steps)
 
 
 def update(ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup]) -> Trained:
@@ -208,7 +204,8 @@ def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) ->
         return asked == 2 and ranks.rank == ranks.world_size - 1
 
     try:
-        learner.update(groups, 0, should_stop=should_stop)
+        learner.training.should_stop = should_stop
+        learner.update(groups, 0)
     except StopRequestedError:
         after = weights_of(learner.policy)
         return "stopped" if all(np.array_equal(after[name], before[name]) for name in before) else "changed"
@@ -244,7 +241,7 @@ def train_and_save(
         learner.update(groups, step)
         if step < steps:
             # Only the last is waited for, so that the others are written beside the training.
-            store.save(learner.policy, learner.optimizer, run_state(learner, step + 1), wait=step + 1 == steps)
+            store.save(learner, run_state(learner, step + 1), wait=step + 1 == steps)
     return weights_of(learner.policy)
 
 
@@ -256,13 +253,13 @@ def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str
 
     learner = make_learner(ranks, model)
     store = CheckpointStore(directory, 2, ranks)
-    store.save(learner.policy, learner.optimizer, run_state(learner, 1), wait=True)
+    store.save(learner, run_state(learner, 1), wait=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.tempfile, "TemporaryFile", fail)
         if ranks.rank == ranks.world_size - 1:
             patch.setattr(FileSystem, "create_stream", fail)
         try:
-            store.save(learner.policy, learner.optimizer, run_state(learner, 2), wait=True)
+            store.save(learner, run_state(learner, 2), wait=True)
         except DiskFullError as error:
             said = str(error)
         else:
@@ -286,7 +283,7 @@ def resume_and_train(
     found = store.newest(expected.model_type, expected.parameters)
     assert found is not None
     path, state = found
-    store.load(path, learner.policy, learner.optimizer)
+    store.load(path, learner)
     for step in range(state.step, last):
         learner.update(groups, step)
     return state.step, weights_of(learner.policy)
@@ -302,7 +299,7 @@ def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[Training
 
     unused: Any = None
     hearing: Any = Hearing()
-    rank_calls = RankCalls(unused, ranks, hearing, unused, unused, unused)
+    rank_calls = RankCalls(unused, ranks, hearing, unused, unused)
     if ranks.is_main:
         with rank_calls.leading():
             rank_calls.on_all_ranks(hearing.values)(groups)

@@ -197,11 +197,11 @@ def train(
     critic = CriticLearner(learner) if chosen.has_critic else None
     checkpoints = CheckpointStore(chosen.checkpoint_dir, chosen.checkpoints_kept, ranks, chosen.keep_checkpoints_every)
     data = DataStats(source="walks", train_prompts=9, test_prompts=1, refused={})
-    state = resume(chosen, ranks, learner.policy, data, learner, checkpoints, critic)
+    state = resume(learner, checkpoints, data, critic)
     outside = outside or Outside("")
     outside.steps = state.cursors[""].position if state.cursors else 0
     services = cast(ServiceCalls, outside)
-    rank_calls = RankCalls(chosen, ranks, learner, cast(Any, outside), checkpoints, lambda: False, critic)
+    rank_calls = RankCalls(chosen, ranks, learner, cast(Any, outside), checkpoints, critic)
     loop = None
     if ranks.is_main:
         files = RunFiles(chosen, state.step, str)

@@ -38,7 +38,7 @@ def test_a_run_goes_on_after_skipped_updates_and_too_many_in_a_row_end_it_with_t
     settings = {"updates_per_batch": 4, "importance_correction": "none"}
     learner = make_learner(alone, model, shared_dir=tmp_path, run_id="r", **settings)
     files, unused, state = RunFiles(learner.settings, 0, str), cast(Any, MagicMock()), run_state(learner, 4)
-    rank_calls = RankCalls(learner.settings, alone, learner, unused, unused, lambda: False)
+    rank_calls = RankCalls(learner.settings, alone, learner, unused, unused)
     loop = TrainingLoop(learner.settings, unused, rank_calls, files, unused, state, learner.total_steps, 40)
     all_broken, before = [broken([group])[0] for group in GOOD], weights_of(learner.policy)
     for _ in range(BOUND):

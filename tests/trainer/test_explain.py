@@ -179,7 +179,7 @@ def test_gradients_add_up_and_completions_move_as_the_weights_did(alone: Ranks, 
     learner = make_learner(alone, model, STEPS)
     sums = []
     for step in (2, 3):
-        loop.rank_calls.checkpoints.load(run_dir / f"checkpoints/step-{step:06d}", learner.policy, learner.optimizer)
+        loop.rank_calls.checkpoints.load(run_dir / f"checkpoints/step-{step:06d}", learner)
         trained = [one for one in loop_groups(run_dir, 3, loop) if one.group_id == "g3"]
         sums.append([float(x.sum()) for x in learner.logprobs(trained)[0]])
     [report] = [one for one in explained.groups if one.group_id == "g3"]

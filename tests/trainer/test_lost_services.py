@@ -71,7 +71,7 @@ def test_weights_prompts_and_records_are_of_one_step(
     assert [line["step"] for line in broken.metrics] == list(range(1, completed + 1))
 
     learner, objective = make_learner(alone, model, STEPS), Objective(loop.settings)
-    loop.rank_calls.checkpoints.load(path, learner.policy, learner.optimizer)
+    loop.rank_calls.checkpoints.load(path, learner)
     for step in range(completed + 1, STEPS + 1):
         trained = [objective.training_group(group(f"g{step}", step - 1))]
         learner.update(objective.with_advantages(trained), step - 1)

@@ -174,11 +174,7 @@ class PathRows:
     places: Tensor
     """[T] int64: index of each packed token in the rows, one after the other, where it comes first."""
 
-    @staticmethod
-    def row_length(tokens: int, parts: int = 1) -> int:
-        """Return the length of a row of packed tokens: no padding; it is never computed in parts."""
-        assert parts == 1, "CONTEXT_PARALLEL_SIZE needs LAYOUT=tree"
-        return tokens
+    row_length = staticmethod(AttentionLayout.row_length)
 
     @classmethod
     def of(cls, ends: Tensor) -> PathRows:

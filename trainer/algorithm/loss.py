@@ -74,14 +74,7 @@ def kl_penalty(
 
 
 def aggregate(
-    token_losses: Tensor,
-    sequence_ids: Tensor,
-    n_sequences: int,
-    method: Aggregation,
-    *,
-    group_tokens: Tensor,
-    step: StepSize,
-    constant_length: int,
+    token_losses: Tensor, batch: MicroBatch, method: Aggregation, step: StepSize, constant_length: int
 ) -> Tensor:
     """Return this micro-batch's share of the step's loss.
 
@@ -97,25 +90,20 @@ def aggregate(
 
     Args:
         token_losses: [N].
-        sequence_ids: [N] int64, 0 to n_sequences - 1. A completion is never split over micro-batches.
-        n_sequences: S, the completions in this micro-batch.
+        batch: the micro-batch. A group may lie in several, but a completion is never split.
         method: the mean to take.
-        group_tokens: [N], the trained tokens of each token's whole group, which may lie in several micro-batches.
         step: the denominators.
         constant_length: the largest possible completion length in tokens.
 
     Returns:
         A scalar.
     """
-    match method:
-        case Aggregation.TOKEN_MEAN:
-            return token_losses.sum() / step.denominator(method)
-        case Aggregation.PROMPT_MEAN:
-            return (token_losses / group_tokens).sum() / step.denominator(method)
-        case Aggregation.SEQUENCE_MEAN:
-            return sequence_means(token_losses, sequence_ids, n_sequences).sum() / step.denominator(method)
-        case Aggregation.CONSTANT_LENGTH:
-            return token_losses.sum() / (step.denominator(method) * constant_length)
+    if method is Aggregation.PROMPT_MEAN:
+        token_losses = token_losses / batch.group_tokens
+    elif method is Aggregation.SEQUENCE_MEAN:
+        token_losses = sequence_means(token_losses, batch.sequence_ids, batch.n_sequences)
+    length = constant_length if method is Aggregation.CONSTANT_LENGTH else 1
+    return token_losses.sum() / (step.denominator(method) * length)
 
 
 REPLAY_PREFIX = "replay_"
@@ -148,13 +136,8 @@ class StepSize:
 
     def denominator(self, method: Aggregation) -> int:
         """Return the count by which a mean of the step divides."""
-        match method:
-            case Aggregation.TOKEN_MEAN:
-                return max(self.tokens, 1)
-            case Aggregation.PROMPT_MEAN:
-                return max(self.groups, 1)
-            case Aggregation.SEQUENCE_MEAN | Aggregation.CONSTANT_LENGTH:
-                return max(self.sequences, 1)
+        counts = {Aggregation.TOKEN_MEAN: self.tokens, Aggregation.PROMPT_MEAN: self.groups}
+        return max(counts.get(method, self.sequences), 1)
 
 
 UNDIVIDED = StepSize(tokens=1, sequences=1, taught=1, groups=1)
@@ -270,7 +253,7 @@ class PolicyLoss:
         if values is not None:
             value = value_losses(batch, values, self.value_clip)
             losses, metrics = losses + self.value_coef * value.losses, {**metrics, **value.metrics}
-        loss = self._aggregate(losses * batch.weights, batch, step)
+        loss = aggregate(losses * batch.weights, batch, self.aggregation, step, self.constant_length)
         terms = {}
         if self.teacher_coef:
             distance = teacher_loss(batch, logprobs, step) if divergence is None else divergence / max(step.taught, 1)
@@ -306,17 +289,6 @@ class PolicyLoss:
             kept = off_policy_mask(theta, behaviour, batch.advantages, ids, n_sequences, self.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
         return TokenLosses(losses, metrics)
-
-    def _aggregate(self, losses: Tensor, batch: MicroBatch, step: StepSize) -> Tensor:
-        return aggregate(
-            losses,
-            batch.sequence_ids,
-            batch.n_sequences,
-            self.aggregation,
-            group_tokens=batch.group_tokens,
-            step=step,
-            constant_length=self.constant_length,
-        )
 
 
 @dataclass(frozen=True)

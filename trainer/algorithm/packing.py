@@ -124,11 +124,14 @@ def unpack_group(data: bytes | memoryview) -> TrainingGroup:
     return TrainingGroup(**header, sequences=[TokenSequence.trusted(fields) for fields in sequences])
 
 
-FILLER = TrainingGroup(
-    [0],
-    [TokenSequence(completion_ids=[0], logprobs=[0.0], policy_versions=[0], finish_reason=FinishReason.STOP)],
-    weight=0.0,
-)
+def text_group(ids: Sequence[int]) -> TrainingGroup:
+    """Return a text as a group, by which to compute the log-probability of each of its tokens but the first."""
+    zeros = [0] * (len(ids) - 1)
+    rest = TokenSequence(completion_ids=ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.STOP)
+    return TrainingGroup([ids[0]], [rest])
+
+
+FILLER = replace(text_group([0, 0]), weight=0.0)
 """A group of one token whose loss is 0."""
 
 

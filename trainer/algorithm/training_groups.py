@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,58 +13,13 @@ from numpy.typing import NDArray
 
 from services.protocol.groups import Group, TokenSequence, Turn, by_episode
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
-from trainer.algorithm.advantages import AdvantageFunction, Outcomes, dr_grpo, overlong_penalty
+from trainer.algorithm.advantages import AdvantageFunction, Outcomes, dr_grpo
 from trainer.algorithm.methods import Credit
 from trainer.algorithm.packing import TrainingGroup
 
 Array = NDArray[np.float64]
 PerToken = Sequence[Array]
 """``values[completion][trained token]`` of a group."""
-
-
-def training_group(
-    group: Group,
-    *,
-    masks_truncated: bool = False,
-    needs_rewards: bool = True,
-    overlong_buffer: int = 0,
-    max_length: int = 0,
-    weight: float = 1.0,
-    is_replayed: bool = False,
-) -> TrainingGroup:
-    """Return a group's scored completions as the loss sees them, before their advantages are known.
-
-    Completions without a reward are left out, unless none is needed. The overlong penalty is part of the reward.
-
-    Args:
-        group: the group as generated, or as stored in the replay buffer.
-        masks_truncated: train on no token of a completion that was cut off, whose reward still counts in its group.
-        needs_rewards: leave out completions without a reward.
-        overlong_buffer: see ``overlong_penalty``; 0: no penalty.
-        max_length: see ``overlong_penalty``.
-        weight: importance weight of the group.
-        is_replayed: the group comes from the replay buffer.
-    """
-    sequences = []
-    for sequence in scored(group, needs_rewards=needs_rewards):
-        changes: dict[str, Any] = {}
-        if masks_truncated and sequence.finish_reason is FinishReason.LENGTH:
-            changes["loss_mask"] = np.zeros(sequence.tokens, bool)
-        if overlong_buffer:
-            penalty = overlong_penalty(torch.tensor([sequence.tokens]), max_length, overlong_buffer).item()
-            changes["result"] = sequence.scoring.model_copy(update={"reward": reward_of(sequence) + penalty})
-        sequences.append(sequence.model_copy(update=changes) if changes else sequence)
-    prompt = group.prompt
-    return TrainingGroup(
-        group.prompt_ids,
-        sequences,
-        group.group_id,
-        weight,
-        is_replayed,
-        source=prompt.source,
-        epoch=prompt.epoch,
-        position=prompt.position,
-    )
 
 
 def scored(group: Group, *, needs_rewards: bool = True) -> list[TokenSequence]:
@@ -83,44 +37,6 @@ def reward_of(scored: TokenSequence | Turn) -> float:
 def rewarded_turns(sequence: TokenSequence) -> list[Turn]:
     """Return the turns with their rewards; without turns, the whole sequence as one turn with the episode's reward."""
     return sequence.turns or [Turn(number=0, start=0, end=sequence.tokens, reward=reward_of(sequence))]
-
-
-def has_signal(
-    group: TrainingGroup,
-    credit: Credit,
-    *,
-    is_by_group: bool,
-    weights: Mapping[str, float] | None = None,
-    is_by_component: bool = False,
-    over_limit_reward: float = 0.0,
-) -> bool:
-    """Return whether two episodes or turns that are compared differ in reward, or one has advantages of its own.
-
-    Where advantages are not ``by_group``, every group with a trained token teaches. Where they are ``by_component``,
-    rewards differ if a component with a weight does, although their sums may be equal.
-
-    Args:
-        group: the group.
-        credit: what shares an advantage, episodes or turns.
-        is_by_group: advantages compare with the rest of the group.
-        weights: see ``gdpo`` in advantages.py.
-        is_by_component: advantages compare each component of the rewards.
-        over_limit_reward: see ``components_of``.
-    """
-    if not is_by_group:
-        return group.trained_tokens > 0
-    if any(s.advantages is not None and s.advantages.any() for s in group.sequences):
-        return True
-    units = credit_units([group], credit)
-    parts = {"": [unit.reward for unit in units]}
-    if is_by_component:
-        parts = components_of(units, over_limit_reward)
-        parts = {name: values for name, values in parts.items() if weights is None or weights.get(name)}
-    compared: dict[tuple[str, tuple[int, ...]], set[float]] = {}
-    for name, values in parts.items():
-        for unit, value in zip(units, values, strict=True):
-            compared.setdefault((name, unit.compared), set()).update(() if math.isnan(value) else (value,))
-    return any(len(different) > 1 for different in compared.values())
 
 
 def by_source(

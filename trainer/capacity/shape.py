@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from services.core.errors import ConfigurationError, first_line
 from services.core.models import attention_option
 from trainer.model.attention import obstacle_to_trees
-from trainer.model.loading import decoder_layers
+from trainer.model.loading import count_parameters, decoder_layers
 from trainer.model.recurrent import is_recurrent, mixes_by_states, without_kernels
 
 
@@ -99,9 +99,9 @@ class ModelShape:
             vocabulary=config.vocab_size,
             token_experts=experts or 0,
             has_head_norms=any(hasattr(getattr(layer, "self_attn", None), "q_norm") for layer in layers),
-            parameters=count(model),
-            layer_parameters=max(map(count, layers)),
-            root_parameters=count(model) - sum(map(count, layers)),
+            parameters=count_parameters(model),
+            layer_parameters=max(map(count_parameters, layers)),
+            root_parameters=count_parameters(model) - sum(map(count_parameters, layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
             is_bfloat16=config.dtype == torch.bfloat16,
             inner_states=6
@@ -149,11 +149,6 @@ def _mixer_bytes(layer: nn.Module, width: int) -> int:
 
 COUNTED_TOKENS = 1024
 """Tokens of a count: whole chunks of every recurrence."""
-
-
-def count(module: nn.Module) -> int:
-    """Return the number of a module's parameters; shared ones count once."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trainer.capacity.need import ENGINE_ASLEEP, EngineBeside, Work, needed
 from trainer.capacity.shape import ModelShape
 from trainer.config import CriticModel, Layout, PublishedType, TrainerSettings, Transport
 from trainer.config.sections import Checkpointing, RecordGroups
-from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
+from trainer.model.logprobs import chunk_states, memory_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Limits:
 
 def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False) -> Limits:
     """Return the limits of this process; on a GPU that ``is_shared``, less what a sleeping engine keeps."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory = memory_of(device)
     memory -= ENGINE_ASLEEP if memory and is_shared else 0
     disk = shutil.disk_usage(next(parent for parent in (run_dir, *run_dir.parents) if parent.exists()))
     volume = disk.free + _size(run_dir, "checkpoints", "policy", "groups")
@@ -147,7 +147,7 @@ def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> W
         # A completion longer than the MICRO_BATCH_TOKENS of a context group is a micro-batch by itself.
         tokens=max(sequence, min(settings.micro_batch_tokens, share)),
         micro_batch_tokens=settings.micro_batch_tokens,
-        chunk_states=_chunk_states(shape, memory),
+        chunk_states=chunk_states(shape.vocabulary, memory),
         compute_bytes=machine.compute_bytes,
         is_uncompiled=is_uncompiled(settings, shape),
         scored_keys=sequence if shape.writes_scores and has_rows(settings, shape) else 0,
@@ -166,10 +166,6 @@ def work_of(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> W
         context=context,
         engine=machine.engine,
     )
-
-
-def _chunk_states(shape: ModelShape, memory: int) -> int:
-    return max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (shape.vocabulary * 4)) if memory else CPU_CHUNK
 
 
 def _longest(settings: TrainerSettings) -> int:

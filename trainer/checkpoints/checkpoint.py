@@ -17,7 +17,6 @@ import pickle
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,7 +37,7 @@ from services.core.files import remove_directory, replace_directory, saved_steps
 from services.core.logs import get_logger
 from trainer.checkpoints.state import RunState
 from trainer.model.critic import CriticLearner
-from trainer.model.policy import Policy
+from trainer.model.learner import Learner
 from trainer.model.ranks import Ranks
 from trainer.model.saving import DiskFullError, writing
 
@@ -147,14 +146,6 @@ FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
-@dataclass
-class _Pending:
-    future: Future[Any]
-    hidden: Path
-    final: Path
-    state: RunState
-
-
 class CheckpointStore:
     """The checkpoints of a run. Saving and loading are collectives of all ranks."""
 
@@ -167,7 +158,8 @@ class CheckpointStore:
         self.saved_step: int | None = None
         """Step of the newest checkpoint that this process started to write, or loaded; None after a failed write."""
         self._removed_snapshots: list[str] = []
-        self._pending: _Pending | None = None
+        self._pending: tuple[Future[Any], RunState] | None = None
+        """The end of the write that is under way, and the state that is written."""
         # Saving runs its collectives in a thread of its own while the model trains, so it needs its own process group.
         self._group = dist.new_group(backend="gloo")
         # Checksums are computed while the model trains, because they read the whole checkpoint: 84 GB for a 7B model.
@@ -179,31 +171,24 @@ class CheckpointStore:
                 remove_directory(unfinished)
 
     def save(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        state: RunState,
-        *,
-        critic: CriticLearner | None = None,
-        wait: bool = False,
+        self, learner: Learner, state: RunState, critic: CriticLearner | None = None, *, wait: bool = False
     ) -> None:
         """Start to write a checkpoint: of a copy, while the training continues; with ``wait``, of the state itself.
 
         Args:
-            policy: the model.
-            optimizer: the model's optimizer.
+            learner: the learner of the policy, with its optimizer.
             state: the rest of the state.
             critic: the critic, if there is one.
             wait: return only when the checkpoint is in place.
         """
         self.finish()
-        hidden = self.directory / f".step-{state.step:06d}.partial"
+        hidden = self._hidden(state.step)
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
         writer = FileSystemWriter(hidden, thread_count=FILES)
-        with policy.masters.in_place():
-            tensors, group = tensors_of(policy, optimizer, critic), self._group
+        with learner.policy.masters.in_place():
+            tensors, group = tensors_of(learner, critic), self._group
             if wait:
                 written: Future[Any] = self._sealer.submit(save, tensors, storage_writer=writer, process_group=group)
             else:
@@ -211,7 +196,7 @@ class CheckpointStore:
                 written = cast("Future[Any]", future)
             # Rank 0's future is done when every rank has written its part.
             sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
-            self._pending = _Pending(sealed, hidden, self._path(state.step), state)
+            self._pending = sealed, state
             self.saved_step = state.step
             if wait:
                 self.finish()
@@ -219,7 +204,7 @@ class CheckpointStore:
     def poll(self) -> RunState | None:
         """Put a finished checkpoint in place and return its state, once, on every rank; never wait. A collective."""
         pending = self._pending
-        if pending is None or self.ranks.any(not pending.future.done()):
+        if pending is None or self.ranks.any(not pending[0].done()):
             return None
         return self.finish()
 
@@ -232,28 +217,29 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        complaint = ""
+        complaint, (future, state) = "", pending
+        hidden, final = self._hidden(state.step), self._path(state.step)
         try:
-            with writing(pending.hidden):
-                pending.future.result()
+            with writing(hidden):
+                future.result()
         except DiskFullError as error:
             complaint = str(error)
         complaints = [one for one in self.ranks.gather_json(complaint) if one]
 
         def put_in_place() -> None:
             if complaints:
-                shutil.rmtree(pending.hidden, ignore_errors=True)
+                shutil.rmtree(hidden, ignore_errors=True)
                 raise DiskFullError(complaints[0])
-            with writing(pending.final):
-                replace_directory(pending.hidden, pending.final)
-                self._remove_old(pending.state)
+            with writing(final):
+                replace_directory(hidden, final)
+                self._remove_old(state)
 
         try:
             self.ranks.on_main(put_in_place, DiskFullError)
         except DiskFullError:
             self.saved_step = None
             raise
-        return pending.state
+        return state
 
     def take_removed_snapshots(self) -> list[str]:
         """Return the replay buffer's snapshots of checkpoints removed since the last call. For rank 0 alone."""
@@ -279,15 +265,16 @@ class CheckpointStore:
         path = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
         return None if path is None else (Path(path), read_state(Path(path)))
 
-    def load(
-        self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None = None
-    ) -> None:
+    def load(self, path: Path, learner: Learner, critic: CriticLearner | None = None) -> None:
         """Load model and optimizer, and the critic's, from a checkpoint; see ``load_checkpoint``."""
-        load_checkpoint(path, policy, optimizer, critic)
+        load_checkpoint(path, learner, critic)
         self.saved_step = int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
+
+    def _hidden(self, step: int) -> Path:
+        return self.directory / f".step-{step:06d}.partial"
 
     def _complete(self) -> list[Path]:
         return [self._path(step) for step in saved_steps(self.directory)]
@@ -311,15 +298,14 @@ class CheckpointStore:
         return None
 
 
-def load_checkpoint(
-    path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None = None
-) -> None:
+def load_checkpoint(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
     """Load model and optimizer, and the critic's, from a checkpoint, sharded as in this run. A collective.
 
     The optimizers keep this run's parameter groups with their hyperparameters.
     """
+    policy, optimizer = learner.policy, learner.optimizer
     with policy.masters.in_place():
-        tensors = tensors_of(policy, optimizer, critic)
+        tensors = tensors_of(learner, critic)
         state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in tensors.items()}
         load(state, storage_reader=CheckpointReader(path))
         for name, value in state.items():
@@ -330,11 +316,11 @@ def load_checkpoint(
         set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
 
 
-def tensors_of(policy: Policy, optimizer: torch.optim.Optimizer, critic: CriticLearner | None) -> dict[str, Any]:
+def tensors_of(learner: Learner, critic: CriticLearner | None) -> dict[str, Any]:
     """Return the state of the models, which have their masters, and of their optimizers by its name in a checkpoint."""
     state: dict[str, Any] = {}
-    _begin(optimizer)
-    state["model"], state["optimizer"] = get_state_dict(policy, optimizer)
+    _begin(learner.optimizer)
+    state["model"], state["optimizer"] = get_state_dict(learner.policy, learner.optimizer)
     if critic is not None and not critic.is_shared:
         _begin(critic.optimizer)
         state["critic_model"], state["critic_optimizer"] = get_state_dict(critic.module, critic.optimizer)

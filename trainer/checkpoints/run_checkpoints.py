@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from services.chat.tokenizers import tokenizer_digest
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -25,9 +24,10 @@ from trainer.checkpoints.state import Fingerprint, RunState, TeacherPrint, check
 from trainer.config import Mode, TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
-from trainer.model.policy import Policy
-from trainer.model.ranks import Ranks
+from trainer.model.loading import count_parameters
 from trainer.model.saving import DiskFullError
+from trainer.rank_calls import RankCalls
+from trainer.rollouts.service_calls import ServiceCalls
 
 log = get_logger(__name__)
 
@@ -42,20 +42,14 @@ class RunCheckpoints:
 
     settings: TrainerSettings
     state: RunState
-    save_replay: Callable[[str, float | None], None]
-    """Saves the replay buffer's contents under a label, within so many seconds."""
-    forget_replay: Callable[[str, float | None], None]
-    """Deletes such a snapshot, within so many seconds."""
-    store: CheckpointStore
-    save_state: Callable[..., None]
-    """Has all ranks start a checkpoint of a state; see RankCalls.save_checkpoint."""
-    on_all_ranks: Callable[[Callable[[], object]], Callable[[], object]]
-    """Has all ranks call a method of their store."""
-    started: float = field(init=False)
-    """The time at which the run would have begun without interruptions (time.monotonic)."""
+    services: ServiceCalls
+    """Saves and deletes snapshots of the replay buffer."""
+    rank_calls: RankCalls
 
     def __post_init__(self) -> None:
+        self.store, self.on_all_ranks = self.rank_calls.checkpoints, self.rank_calls.on_all_ranks
         self.started = time.monotonic() - self.state.seconds
+        """The time at which the run would have begun without interruptions (time.monotonic)."""
 
     def save(self, *, wait: bool = False, snapshot_seconds: float | None = None) -> None:
         """Start a checkpoint of the last completed step, together with the replay buffer's contents.
@@ -66,7 +60,7 @@ class RunCheckpoints:
         """
         state, label = self.state, f"{self.settings.run_id}-step-{self.state.step:06d}"
         try:
-            self.save_replay(label, snapshot_seconds)
+            self.services.save_replay(label, snapshot_seconds)
             state.replay_snapshot = label
         except DependencyLostError as error:
             # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
@@ -74,7 +68,7 @@ class RunCheckpoints:
             state.replay_snapshot = None
         self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
-        self.save_state(state.model_copy(deep=True), wait=wait)
+        self.on_all_ranks(self.rank_calls.save_checkpoint)(state.model_dump(mode="json"), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
 
     def note_seconds(self) -> None:
@@ -90,7 +84,7 @@ class RunCheckpoints:
         """Delete the replay buffer's snapshots of removed checkpoints."""
         for label in self.store.take_removed_snapshots():
             try:
-                self.forget_replay(label, deadline)
+                self.services.forget_replay(label, deadline)
             except DependencyLostError as error:
                 log.warning("a snapshot of the replay buffer stays", snapshot=label, reason=str(error))
 
@@ -117,12 +111,9 @@ class RunCheckpoints:
 
 
 def resume(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    policy: Policy,
-    data: DataStats,
     learner: Learner,
     checkpoints: CheckpointStore,
+    data: DataStats,
     critic: CriticLearner | None = None,
     probes: Mapping[str, list[float]] | None = None,
 ) -> RunState:
@@ -133,41 +124,35 @@ def resume(
     Raises:
         ConfigurationError: no checkpoint can be used, or the newest has another model or other data.
     """
-    fresh = RunState(
+    settings, ranks, policy = learner.settings, learner.ranks, learner.policy
+    of_critic = 0 if critic is None or critic.is_shared else count_parameters(critic.module)
+    state = fresh = RunState(
         model_type=policy.config.model_type,
-        parameters=count_parameters(policy)
-        + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
-        fingerprint=_fingerprint(settings, policy, data, learner.teachers, probes or {}),
+        parameters=count_parameters(policy) + of_critic,
+        fingerprint=_fingerprint(learner, data, probes or {}),
         job=job_id(),
     )
     newest = checkpoints.newest(fresh.model_type, fresh.parameters)
-    if newest is None:
-        # An earlier attempt may have published versions before its first checkpoint.
-        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
-        return fresh
-    path, state = newest
-    ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
-    state.job = fresh.job
-    checkpoints.load(path, policy, learner.optimizer, critic)
-    if state.random_state:
-        torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
+    if newest is not None:
+        path, state = newest
+        ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
+        state.job = fresh.job
+        checkpoints.load(path, learner, critic)
+        if state.random_state:
+            torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
+        log.info("resumed", checkpoint=str(path), step=state.step)
+    # An earlier attempt may have published versions before its first checkpoint, too.
     state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
-    log.info("resumed", checkpoint=str(path), step=state.step)
     return state
 
 
-def _fingerprint(
-    settings: TrainerSettings,
-    policy: Policy,
-    data: DataStats,
-    teachers: Mapping[str, Policy],
-    probes: Mapping[str, list[float]],
-) -> Fingerprint | None:
+def _fingerprint(learner: Learner, data: DataStats, probes: Mapping[str, list[float]]) -> Fingerprint | None:
     """Return the fingerprint of model and data on rank 0, which saves it; None on the others."""
-    described = policy.description
+    settings, described = learner.settings, learner.policy.description
     if described is None:
         return None
-    weights = {name: t.description.weights_digest for name, t in teachers.items() if t.description is not None}
+    of_teachers = {name: teacher.description for name, teacher in learner.teachers.items()}
+    weights = {name: of_teacher.weights_digest for name, of_teacher in of_teachers.items() if of_teacher is not None}
     return Fingerprint(
         teachers={
             source: TeacherPrint(name=name, weights=weights.get(name, ""), probe=probes.get(name.rstrip("/"), []))
@@ -209,8 +194,3 @@ def _next_version(settings: TrainerSettings, version: int) -> int:
         version = max(version, begun + 1)
     store.discard_after(version)
     return version
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the whole model, adapters included."""
-    return sum(p.numel() for p in model.parameters())

@@ -6,15 +6,19 @@ Unlike the rest of the package it needs torch.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from services.core.errors import ConfigurationError
 from services.core.imports import load_function
 from services.core.settings import Method
 from services.protocol.groups import Group
+from services.protocol.rewards import FinishReason
 from trainer.algorithm import gae, training_groups
 from trainer.algorithm.advantages import (
     ADVANTAGE_FUNCTIONS,
@@ -22,6 +26,7 @@ from trainer.algorithm.advantages import (
     Outcomes,
     UnfitRewardsError,
     gdpo,
+    overlong_penalty,
     rae,
 )
 from trainer.algorithm.loss import CrossEntropy, PolicyLoss
@@ -29,7 +34,7 @@ from trainer.algorithm.methods import GROUP_ADVANTAGES, LOSS_OPTIONS, NORMALISED
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
 from trainer.algorithm.teachers import mean_absolute_gap, with_baselines
-from trainer.algorithm.training_groups import PerToken
+from trainer.algorithm.training_groups import PerToken, components_of, credit_units, reward_of, scored
 from trainer.config.settings import TrainerSettings
 
 
@@ -58,30 +63,52 @@ class Objective:
         """The baselines of ADVANTAGE=rae by source and seat, after the groups of the newest ``with_advantages``."""
 
     def training_group(self, group: Group, *, weight: float = 1.0, is_replayed: bool = False) -> TrainingGroup:
-        """Return a group as the loss sees it, by MASK_TRUNCATED and OVERLONG_BUFFER; see training_groups.py."""
-        return training_groups.training_group(
-            group,
-            masks_truncated=bool(self.settings.mask_truncated),
-            needs_rewards=self.settings.learns_from_rewards,
-            overlong_buffer=self.settings.overlong_buffer,
-            max_length=self._longest[group.prompt.source],
-            weight=weight,
-            is_replayed=is_replayed,
-        )
+        """Return a group's scored completions as the loss sees them, before their advantages are known.
+
+        Completions without a reward are left out, unless none is needed. MASK_TRUNCATED trains on no token of a
+        completion that was cut off, whose reward still counts in its group. The penalty of OVERLONG_BUFFER is part of
+        the reward.
+
+        Args:
+            group: the group as generated, or as stored in the replay buffer.
+            weight: importance weight of the group.
+            is_replayed: the group comes from the replay buffer.
+        """
+        settings, prompt, sequences = self.settings, group.prompt, []
+        for sequence in scored(group, needs_rewards=settings.learns_from_rewards):
+            changes: dict[str, Any] = {}
+            if settings.mask_truncated and sequence.finish_reason is FinishReason.LENGTH:
+                changes["loss_mask"] = np.zeros(sequence.tokens, bool)
+            if buffer := settings.overlong_buffer:
+                longest = self._longest[prompt.source]
+                reward = reward_of(sequence) + overlong_penalty(torch.tensor([sequence.tokens]), longest, buffer).item()
+                changes["result"] = sequence.scoring.model_copy(update={"reward": reward})
+            sequences.append(sequence.model_copy(update=changes) if changes else sequence)
+        place = (prompt.source, prompt.epoch, prompt.position)
+        return TrainingGroup(group.prompt_ids, sequences, group.group_id, weight, is_replayed, *place)
 
     def has_signal(self, group: TrainingGroup) -> bool:
-        """Return whether a group teaches anything: by its teacher, or by ADVANTAGE and CREDIT."""
+        """Return whether a group teaches anything: by its teacher, or by ADVANTAGE and CREDIT.
+
+        Advantages that compare with the rest of the group teach if two episodes or turns that are compared differ in
+        reward, or one has advantages of its own. With ADVANTAGE=gdpo rewards differ if a component with a weight does,
+        although their sums may be equal. Other advantages teach by any trained token.
+        """
         settings = self.settings
-        if self._teachers[group.source]:
+        if self._teachers[group.source] or settings.advantage not in GROUP_ADVANTAGES:
             return group.trained_tokens > 0
-        return training_groups.has_signal(
-            group,
-            settings.credit,
-            is_by_group=settings.advantage in GROUP_ADVANTAGES,
-            is_by_component=settings.advantage == "gdpo",
-            weights=settings.component_weights,
-            over_limit_reward=settings.over_limit_reward,
-        )
+        if any(s.advantages is not None and s.advantages.any() for s in group.sequences):
+            return True
+        units, weights = credit_units([group], settings.credit), settings.component_weights
+        parts = {"": [unit.reward for unit in units]}
+        if settings.advantage == "gdpo":
+            parts = components_of(units, settings.over_limit_reward)
+            parts = {name: values for name, values in parts.items() if weights is None or weights.get(name)}
+        compared: dict[tuple[str, tuple[int, ...]], set[float]] = {}
+        for name, values in parts.items():
+            for unit, value in zip(units, values, strict=True):
+                compared.setdefault((name, unit.compared), set()).update(() if math.isnan(value) else (value,))
+        return any(len(different) > 1 for different in compared.values())
 
     def priority(self, group: TrainingGroup) -> float:
         """Return a group's priority in the replay buffer: how strongly rewards and the teacher pull at its tokens."""

@@ -111,33 +111,7 @@ class TrainerSettings(
     @property
     def cautions(self) -> list[str]:
         """A sentence for each setting that is allowed, but has no effect or probably not the intended one."""
-        sentences = []
-        bounds = [name.upper() for name in LOSS_OPTIONS if getattr(self, name) is not None]
-        is_decoupled = self.importance_correction is not ImportanceCorrection.NONE and not self.loss_method.truncates
-        is_decoupled = is_decoupled and not self.loss_method.bounds_behaviour
-        if bounds and self.loss in LOSSES and self.updates_per_step == 1 and is_decoupled:
-            sentences.append(
-                f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch: the "
-                "ratio of the policy to that at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale "
-                "tokens"
-            )
-        by_token = self.importance_correction not in (ImportanceCorrection.NONE, ImportanceCorrection.SEQUENCE)
-        if self.loss == "gspo" and by_token:
-            sentences.append(
-                f"LOSS=gspo has one ratio a completion, but IMPORTANCE_CORRECTION={self.importance_correction} weighs "
-                "each token by its own; set IMPORTANCE_CORRECTION=sequence or none"
-            )
-        if self.drop_equal_groups and self.learns_beyond_advantages:
-            sentences.append(
-                "DROP_EQUAL_GROUPS has no effect with a KL loss (KL_COEF), ENTROPY_COEF or CRITIC=shared, which learn "
-                "from groups of equal rewards, too"
-            )
-        if self.learning_rate > HIGHEST_RATE:
-            sentences.append(
-                f"LEARNING_RATE={self.learning_rate:g} is far above what models learn at, 1e-7 to 1e-3: the policy "
-                "will probably be lost in the first steps"
-            )
-        return sentences
+        return list(_cautions(self))
 
     @property
     def publishes_in_place(self) -> bool:
@@ -324,6 +298,23 @@ class TrainerSettings(
     def checkpoint_dir(self) -> Path:
         """The directory of the run's checkpoints."""
         return self.run_dir / "checkpoints"
+
+
+def _cautions(settings: TrainerSettings) -> Iterator[str]:
+    method, correction, rate = settings.loss_method, settings.importance_correction, settings.learning_rate
+    bounds = [name.upper() for name in LOSS_OPTIONS if getattr(settings, name) is not None]
+    is_decoupled = correction is not ImportanceCorrection.NONE and not (method.truncates or method.bounds_behaviour)
+    if bounds and settings.loss in LOSSES and settings.updates_per_step == 1 and is_decoupled:
+        yield (
+            f"{', '.join(bounds)} {'has' if len(bounds) == 1 else 'have'} no effect with one update a batch, where the "
+            "ratio to the policy at the start of the step is 1; IMPORTANCE_CAP bounds the weight of stale tokens"
+        )
+    if settings.loss == "gspo" and correction not in (ImportanceCorrection.NONE, ImportanceCorrection.SEQUENCE):
+        yield f"LOSS=gspo weighs completions, and IMPORTANCE_CORRECTION={correction} tokens; set it to sequence or none"
+    if settings.drop_equal_groups and settings.learns_beyond_advantages:
+        yield "DROP_EQUAL_GROUPS has no effect with a KL loss, ENTROPY_COEF or CRITIC=shared, which use such groups"
+    if rate > HIGHEST_RATE:
+        yield f"LEARNING_RATE={rate:g} is far above what models learn at, 1e-7 to 1e-3: it will likely ruin the policy"
 
 
 # Contradictions between settings: each function yields a sentence for one, with the variable, its value and a remedy.

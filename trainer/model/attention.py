@@ -22,13 +22,13 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName, _get_group_size_by_name
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.attention_layout import AttentionLayout, Block, hidden
-from trainer.model.recurrent import LAYER_TYPES, RECURRENT, is_recurrent, obstacle_to_states
+from trainer.model.recurrent import LAYER_TYPES, RECURRENT, is_recurrent, obstacle_to_states, rows_of
 
 TREES = {
     *("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
@@ -290,7 +290,7 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scores: Scores, layout
         else:
             output = _by_scores(own_q, seen_k, seen_v, block, scores)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return _rows(torch.cat(outputs), layout.unpack)[None].to(query.dtype)
+    return rows_of(torch.cat(outputs), layout.unpack)[None].to(query.dtype)
 
 
 MOST_SCORES = 2**23
@@ -332,12 +332,7 @@ def _of_scores(query: Tensor, key: Tensor, value: Tensor, depths: Tensor, window
 
 def _heads(states: Tensor, rows: Tensor) -> Tensor:
     """Return the states [T, H, D] at ``rows`` [R, L] as [R, H, L, D]."""
-    return _rows(states, rows).transpose(1, 2)
-
-
-def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    """Return ``states[rows]``. The gradient of indexing would add up repeated rows number by number."""
-    return embedding(rows, states.flatten(1)).view(*rows.shape, *states.shape[1:])
+    return rows_of(states, rows).transpose(1, 2)
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)

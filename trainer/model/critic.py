@@ -22,8 +22,8 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.model.gathering import gather_state, whole_parameters
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.loading import ValueHead, choose_compute, load_model
-from trainer.model.micro_batching import make_part, packed, part_order, token_numbers, unknown_ids
-from trainer.model.optimizer import learning_rate, make_optimizer, optimizer_steps
+from trainer.model.micro_batching import make_part, packed, part_order, unknown_ids
+from trainer.model.optimizer import Training, learning_rate, make_optimizer
 from trainer.model.policy import of_tokens, predicting_states
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
@@ -56,8 +56,7 @@ def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:
     decoder = cast("PreTrainedModel", load_model(settings, materialise=ranks.is_main).base_model)
     critic = Critic(decoder, ValueHead(decoder, ranks))
     critic.eval().requires_grad_()
-    chosen = choose_compute(settings, ranks)
-    shard(critic, decoder, settings, ranks, chosen, has_checkpointing=settings.activation_checkpointing is True)
+    shard(critic, decoder, settings, ranks, choose_compute(settings, ranks))
     return critic
 
 
@@ -91,16 +90,10 @@ class CriticLearner:
 
     def values(self, groups: Sequence[TrainingGroup]) -> list[PerToken]:
         """Return the values of the states before the groups' trained tokens, on every rank."""
-        vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
-        return token_numbers(groups, self.compute, max_tokens, vocabulary, self.ranks)
+        return self.learner.token_numbers(groups, self.compute)
 
     def update(
-        self,
-        groups: Sequence[TrainingGroup],
-        step: int,
-        *,
-        position: float | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        self, groups: Sequence[TrainingGroup], step: int, *, position: float | None = None, may_stop: bool = True
     ) -> UpdateResult:
         """Make as many optimizer steps of the critic alone as ``Learner.update`` makes, on the same parts.
 
@@ -110,14 +103,14 @@ class CriticLearner:
             groups: all groups to train on, with returns and values; every rank passes the same.
             step: number of the training step, for the learning rate.
             position: where the learning rate's decay is among the steps; see ``learning_rate``.
-            should_stop: called on every rank between the micro-batches before the first optimizer step.
+            may_stop: stop before the first optimizer step when the learner is asked to.
 
         Raises:
-            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+            StopRequestedError: some rank was asked to stop; nothing has changed.
         """
         started = time.perf_counter()
-        settings, vocabulary = self.settings, self.policy.config.vocab_size
-        known = [group for group in groups if not len(unknown_ids(group, vocabulary))]
+        settings = self.settings
+        known = [group for group in groups if not len(unknown_ids(group, self.policy.config.vocab_size))]
         shares = [known[i :: settings.updates_per_batch] for i in range(settings.updates_per_batch)]
         parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
         parts = [parts[i] for i in part_order(settings, step)]
@@ -125,8 +118,9 @@ class CriticLearner:
         rates = [rate] * len(self.optimizer.param_groups)
         batches = packed([pieces for part in parts for pieces in part.micro_batches], self.ranks)
         passes = [[partial(self._backward, batches, part.size) for _ in part.micro_batches] for part in parts]
-        steps = optimizer_steps(settings, self.ranks, self.module, self.optimizer, passes, rates, should_stop)
-        result = UpdateResult.of(steps, parts, started)
+        should_stop = self.learner.training.should_stop if may_stop else None
+        training = Training(settings, self.ranks, self.module, self.optimizer, should_stop)
+        result = UpdateResult.of(training.take_steps(passes, rates), parts, started)
         return replace(result, metrics={name: value for name, value in result.metrics.items() if "value_" in name})
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:

@@ -23,20 +23,11 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.config.objective import step_loss
 from trainer.model.logprobs import Lesson
 from trainer.model.micro_batching import Part, make_part, packed, part_order, token_numbers, unknown_ids
-from trainer.model.optimizer import (
-    HEAD_GROUPS,
-    StopRequestedError,
-    add_gradients,
-    is_finite,
-    learning_rate,
-    make_optimizer,
-    optimizer_steps,
-    over_steps,
-    take_step,
-)
-from trainer.model.policy import Policy
+from trainer.model.optimizer import HEAD_GROUPS, Training, is_finite, learning_rate, make_optimizer, over_steps
+from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
+from trainer.model.teachers import load_teachers
 
 log = get_logger(__name__)
 
@@ -53,8 +44,6 @@ class UpdateResult:
     """Optimizer steps left out because the loss or the gradient was not finite."""
     is_without_effect: bool = False
     """True if every optimizer step of the policy, or every one of the critic, was skipped."""
-    refused: int = 0
-    """Groups left out because the model does not know some of their tokens."""
     tokens: int = 0
     """Tokens in forward passes with gradient, over all ranks."""
     seconds: float = 0.0
@@ -62,22 +51,23 @@ class UpdateResult:
     """Over the optimizer steps that have the metric; see ``over_steps``."""
 
     @classmethod
-    def of(cls, steps: Sequence[Mapping[str, float]], parts: Sequence[Part], started: float) -> Self:
+    def of(cls, steps: Sequence[Mapping[str, float]], parts: Sequence[Part], started: float, **metrics: float) -> Self:
         """Return the result of an update that began at ``started`` (time.perf_counter).
 
         Args:
             steps: the metrics of its optimizer steps.
             parts: this rank's parts of them.
             started: when the update began.
+            metrics: further metrics of the update.
         """
-        skipped = sum(not is_finite(metrics) for metrics in steps)
+        skipped = sum(not is_finite(of_step) for of_step in steps)
         return cls(
             steps=len(steps),
             skipped=skipped,
             is_without_effect=skipped == len(steps) > 0,
             tokens=sum(part.tokens for part in parts),
             seconds=time.perf_counter() - started,
-            metrics=over_steps(steps),
+            metrics=over_steps(steps) | metrics,
         )
 
     def with_critic(self, critic: UpdateResult) -> UpdateResult:
@@ -106,19 +96,19 @@ class Learner:
     """The owner of the policy's optimizer. Every method is a collective of all ranks."""
 
     def __init__(
-        self,
-        settings: TrainerSettings,
-        policy: Policy,
-        ranks: Ranks,
-        reference: Policy | None,
-        total_steps: int,
-        teachers: Mapping[str, Policy] | None = None,
+        self, settings: TrainerSettings, policy: Policy, ranks: Ranks, total_steps: int, *, has_teachers: bool = True
     ) -> None:
+        """Make the optimizer, and load the frozen reference, and the teachers if ``has_teachers``.
+
+        Raises:
+            ConfigurationError: a teacher cannot be loaded, or has the student's weights.
+        """
         self.settings = settings
         self.policy = policy
         self.ranks = ranks
-        self.reference = reference
-        self.teachers = teachers or {}
+        needs_reference = settings.kl_coef > 0 and not policy.has_adapters
+        self.reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
+        self.teachers = load_teachers(settings, policy, ranks) if has_teachers else {}
         """The frozen teachers by the name of their model."""
         self.total_steps = total_steps
         self.loss = step_loss(settings)
@@ -127,15 +117,9 @@ class Learner:
         # Each step changes the masters, and the next pass computes with them rounded anew.
         self.optimizer.register_step_pre_hook(lambda *_: policy.masters.restore())
         self.optimizer.register_step_post_hook(lambda *_: policy.masters.round())
+        self.training = Training(settings, ranks, policy, self.optimizer)
 
-    def update(
-        self,
-        groups: Sequence[TrainingGroup],
-        step: int,
-        *,
-        position: float | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> UpdateResult:
+    def update(self, groups: Sequence[TrainingGroup], step: int, *, position: float | None = None) -> UpdateResult:
         """Make UPDATES_PER_BATCH optimizer steps, each on an equal share of ``groups``, EPOCHS_PER_BATCH times.
 
         Groups with token ids outside the model's vocabulary are left out and counted. There is no optimizer step on a
@@ -147,10 +131,9 @@ class Learner:
             groups: all groups to train on, fresh and replayed; every rank passes the same.
             step: number of the training step, for the learning rate.
             position: where the learning rate's decay is among the steps; see ``learning_rate``.
-            should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
-            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+            StopRequestedError: some rank was asked to stop before the first optimizer step; nothing has changed.
         """
         started = time.perf_counter()
         known = [group for group in groups if self._knows(group)]
@@ -166,55 +149,38 @@ class Learner:
         self.policy.expert_load.clear()
         order = part_order(self.settings, step)
         batches = packed([pieces for i in order for pieces in parts[i].micro_batches], self.ranks)
-        passes = [
-            [
-                partial(self._backward, batches, parts[i].size, proximal[i], n)
-                for n in range(len(parts[i].micro_batches))
-            ]
-            for i in order
-        ]
-        steps = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
-        result, refused = UpdateResult.of(steps, [parts[i] for i in order], started), len(groups) - len(known)
-        metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
+        passes = [self._passes(batches, parts[i].size, proximal[i]) for i in order]
+        steps = self.training.take_steps(passes, rates)
+        metrics = {"learning_rate": rates[0], "groups_refused": float(len(groups) - len(known))}
         metrics |= self.policy.expert_load.take(self.ranks)
-        return replace(result, refused=refused, metrics=metrics)
+        return UpdateResult.of(steps, [parts[i] for i in order], started, **metrics)
 
-    def add_gradients(self, groups: Sequence[TrainingGroup], size: StepSize) -> None:
-        """Add to the policy's gradients what ``groups`` contribute to a step whose loss has the denominators ``size``.
+    def add_gradients(self, part: Part, size: StepSize) -> Diagnostics:
+        """Add to the policy's gradients what a part contributes to a step whose loss has the denominators ``size``.
 
         The gradient is that of the present weights, as in the first optimizer step of an update.
         """
-        self._add_gradients(self.part(groups), size)
-
-    def _add_gradients(self, part: Part, size: StepSize, should_stop: Callable[[], bool] | None = None) -> Diagnostics:
         batches = packed(part.micro_batches, self.ranks)
-        proximal: list[Tensor | None] = [None] * len(part.micro_batches)
-        passes = [partial(self._backward, batches, size, proximal, n) for n in range(len(proximal))]
-        return add_gradients(self.settings, self.ranks, self.policy, passes, should_stop)
+        return self.training.add_gradients(self._passes(batches, size, [None] * len(part.micro_batches)))
 
-    def add_wave(self, groups: Sequence[TrainingGroup], should_stop: Callable[[], bool] | None = None) -> None:
+    def add_wave(self, groups: Sequence[TrainingGroup]) -> None:
         """Add the gradients of some groups of a step, before the step's other groups and its denominators are known.
 
-        ``finish_waves`` takes the optimizer step. Waves need one update a batch, and a loss with one denominator. The
-        arguments are those of ``update``.
+        ``finish_waves`` takes the optimizer step. Waves need one update a batch, and a loss with one denominator.
 
         Raises:
-            StopRequestedError: ``should_stop`` was true on some rank; the step has no waves any more.
+            StopRequestedError: some rank was asked to stop; the step has no waves any more.
         """
         started = time.perf_counter()
         part, refused = self.wave_part(groups)
-        waves = self._waves
+        waves, self._waves = self._waves, _Waves()
         if not waves.parts:
             self.policy.expert_load.clear()
-        try:
-            waves.diagnostics.add(self._add_gradients(part, UNDIVIDED, should_stop))
-        except StopRequestedError:
-            self.optimizer.zero_grad()
-            self._waves = _Waves()
-            raise
+        waves.diagnostics.add(self.add_gradients(part, UNDIVIDED))
         waves.parts.append(part)
         waves.refused += refused
         waves.seconds += time.perf_counter() - started
+        self._waves = waves
 
     def wave_part(self, groups: Sequence[TrainingGroup]) -> tuple[Part, int]:
         """Return this rank's part of a wave, and the number of its groups that are refused for unknown token ids."""
@@ -232,13 +198,10 @@ class Learner:
             reshard(self.policy)
             size = sum((part.size for part in waves.parts), StepSize(0, 0))
             denominator = size.denominator(self.settings.loss_aggregation)
-            steps = [
-                take_step(self.settings, self.ranks, self.policy, self.optimizer, waves.diagnostics, rates, denominator)
-            ]
-        result = UpdateResult.of(steps, waves.parts, started - waves.seconds)
-        metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(waves.refused)}
+            steps = [self.training.take_step(waves.diagnostics, rates, denominator)]
+        metrics = {"learning_rate": rates[0], "groups_refused": float(waves.refused)}
         metrics |= self.policy.expert_load.take(self.ranks)
-        return replace(result, refused=waves.refused, metrics=metrics)
+        return UpdateResult.of(steps, waves.parts, started - waves.seconds, **metrics)
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
@@ -365,6 +328,12 @@ class Learner:
     @torch.no_grad()
     def _logprobs(self, part: Part) -> list[Tensor | None]:
         return [self.policy(batch)[0] for batch in packed(part.micro_batches, self.ranks)]
+
+    def _passes(
+        self, batches: Iterator[MicroBatch], size: StepSize, proximal: list[Tensor | None]
+    ) -> list[Callable[[], Diagnostics]]:
+        """Return the passes of a part, which has as many micro-batches as ``proximal`` has numbers; see _backward."""
+        return [partial(self._backward, batches, size, proximal, number) for number in range(len(proximal))]
 
     def _backward(
         self, batches: Iterator[MicroBatch], size: StepSize, proximal: list[Tensor | None], number: int

@@ -1,15 +1,24 @@
-"""Loading of MODEL_NAME: its configuration, its tokenizer, and its weights with the trainer's attention."""
+"""Loading of MODEL_NAME: its configuration, its tokenizer, and its weights with the trainer's attention.
+
+Parameters are published under their names in MODEL_NAME's checkpoint, which are those that engines load. transformers
+keeps some differently: for example, it fuses the experts of a layer into ``mlp.experts.gate_up_proj``, where the
+checkpoint has ``mlp.experts.0.gate_proj.weight`` and so on. An engine skips unknown names without an error and would
+keep old weights, so ``check_names`` compares them at the start.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,20 +30,26 @@ from transformers import (
 )
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.core_model_loading import PrefixChange
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, cached_file
 
 from services.core import machine
 from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
 from services.core.machine import Compute
 from services.core.models import attention_option
 from trainer.config import Layout, TrainerSettings
 from trainer.model.attention import TREE_ATTENTION, has_plain_scores, obstacle_to_trees
+from trainer.model.gathering import plain_name
 from trainer.model.logprobs import check_logits
 from trainer.model.ranks import Ranks
 from trainer.model.recurrent import check_states, is_recurrent, share_states
+
+log = get_logger(__name__)
 
 LORA_TARGETS = "all-linear"
 
@@ -245,6 +260,11 @@ class ValueHead(nn.Linear):
         return super().forward(states).sum(1)
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of a module's parameters, adapters included; shared ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 SAMPLES = 4096
 """Values read of each parameter, evenly spaced, so that a large model takes milliseconds a layer."""
 
@@ -257,3 +277,125 @@ def weights_digest(model: nn.Module) -> str:
         samples = values[:: max(values.numel() // SAMPLES, 1)].float().contiguous().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode() + samples.tobytes())
     return digest.hexdigest()
+
+
+ROTARY = r"rotary_emb\.inv_freq$"
+"""Tables in old checkpoints, which every program computes for itself."""
+
+SHOWN = 5
+"""Most names of each kind in a message."""
+
+
+def in_checkpoint(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole parameters as the model's checkpoint has them, by transformers' own conversion in reverse.
+
+    Args:
+        model: the model, as ``from_pretrained`` made it.
+        parameters: some of its parameters by name, with all those that lie in one tensor of the checkpoint.
+    """
+    converted: dict[str, Tensor] = revert_weight_conversion(model, dict(parameters))
+    return converted
+
+
+def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that a model's checkpoint has, such as a layer's factor in Gemma 4 and biases of routers."""
+    kept = {}
+    for module_name, module in model.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                kept[plain_name(f"{module_name}.{name}")] = value
+    return kept
+
+
+def _meta_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a model's parameters and kept buffers without data."""
+    parameters = ((name.replace(".base_layer", ""), x) for name, x in model.named_parameters() if "lora_" not in name)
+    return {name: x.to("meta") for name, x in (*parameters, *kept_buffers(model).items())}
+
+
+def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) -> None:
+    """Compare the names that would be published with those of the checkpoint that the model was loaded from.
+
+    A checkpoint without an index or safetensors header is not compared.
+
+    Args:
+        model: the model as loaded, before it gets adapters.
+        model_name: MODEL_NAME.
+        has_adapters: the run trains LoRA adapters, which have the names of the parameters that they adapt.
+
+    Raises:
+        ConfigurationError: names are missing or surplus, or engines could not load the adapters.
+    """
+    if not getattr(model, "_weight_conversions", None):
+        # Nothing was converted; but engines load the family's usual names, even if transformers also loads its own.
+        usual = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [change for change in usual if not isinstance(change, PrefixChange)]
+    with torch.no_grad():
+        published = set(in_checkpoint(model, _meta_state(model)))
+    plain = {name.replace("language_model.", "") for name in published}  # image checkpoints have the prefix
+    if has_adapters and (fused := sorted(dict(model.named_parameters()).keys() - plain)):
+        raise ConfigurationError(
+            f"LORA_RANK: {model.config.model_type} keeps several tensors of its checkpoint in one parameter "
+            f"({_listed('such as', fused)}), and engines load no adapters of those; train it with LORA_RANK=0"
+        )
+    files = _files_by_name(model_name)
+    if files is None:
+        log.warning("the names of the checkpoint's tensors cannot be read and compared", model=model_name)
+        return
+    there = set(files)
+    if any("language_model." in name for name in there):  # An image checkpoint, whose other parts are kept.
+        there = {name for name in there if "language_model." in name or name in published}
+    tied = _tied(model)  # They may lie in the files once or twice.
+    ignored = [re.compile(pattern) for pattern in (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))]
+    missing = [
+        name for name in sorted(there - published - tied) if not any(pattern.search(name) for pattern in ignored)
+    ]
+    surplus = sorted(published - there - tied)
+    if missing or surplus:
+        raise ConfigurationError(
+            f"MODEL_NAME: the tensors of {model_name} have other names than the trainer would publish, and engines "
+            f"would silently keep old weights: {_listed('missing from what would be published', missing)}; "
+            f"{_listed('not in the checkpoint', surplus)}. Choose a checkpoint in the format of its family"
+        )
+
+
+def _tied(model: PreTrainedModel) -> set[str]:
+    """Return the names of parameters that share their data with another one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for alike in names.values() if len(alike) > 1 for name in alike}
+
+
+def untrained_files(model: PreTrainedModel, model_name: str) -> dict[str, set[str]]:
+    """Return the names of a checkpoint's tensors that are not among the model's parameters, by their file."""
+    trained = set(in_checkpoint(model, _meta_state(model))) | _tied(model)
+    found: dict[str, set[str]] = {}
+    for name, file in (_files_by_name(model_name) or {}).items():
+        if name not in trained:
+            found.setdefault(file, set()).add(name)
+    return found
+
+
+def _files_by_name(model_name: str) -> dict[str, str] | None:
+    """Return the file of each tensor of a checkpoint; None if they cannot be read without the weights."""
+    for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        path = cached_file(
+            model_name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is None:
+            continue
+        if file == SAFE_WEIGHTS_NAME:
+            with safe_open(path, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), file)
+        found: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        return found
+    return None
+
+
+def _listed(kind: str, names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{kind}: {', '.join(names[:SHOWN]) or 'none'}{more}"

@@ -62,7 +62,7 @@ def token_logprobs(
     Returns:
         logprobs [N] float32 and entropies [N] float32 (in nats).
     """
-    chunk_tokens = chunk_tokens or chunk_states(len(weight), weight.device)
+    chunk_tokens = chunk_tokens or chunk_states(len(weight), memory_of(weight.device))
     form = form or LogitForm()
     return _apply(hidden, weight, form.bias, targets, state_ids, temperature, chunk_tokens, form)
 
@@ -100,10 +100,10 @@ class LogitForm:
         """Return the form of the first n token ids."""
         return self if self.bias is None else replace(self, bias=self.bias[:n])
 
-    def slope(self, logits: Tensor) -> Tensor | None:
-        """Return the derivative of the logits [n, V] by the products, or None if it is 1."""
+    def slope(self, logits: Tensor, temperature: float) -> Tensor | None:
+        """Return the derivative of the logits by the products, or None if it is 1, from logits / temperature [n, V]."""
         if self.cap is not None:
-            return (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
+            return (logits * temperature / self.cap).square_().neg_().add_(1).mul_(self.scale)
         return None if self.scale == 1 else logits.new_tensor(self.scale)
 
 
@@ -185,7 +185,7 @@ def divergence(
 def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int, form: LogitForm | None = None) -> Tensor:
     """Return the share of the policy's k most likely tokens that are among a teacher's k most likely ones, [U]."""
     n = min(len(weight), len(lesson.weight))
-    size = chunk_states(n, weight.device)
+    size = chunk_states(n, memory_of(weight.device))
     heads = _heads_of(hidden, weight, lesson, n, size, form or LogitForm())
     overlaps = [lesson.state_weights.new_empty(0)]
     for rows in _chunks(hidden, size):
@@ -194,12 +194,14 @@ def top_overlap(hidden: Tensor, weight: Tensor, lesson: Lesson, k: int, form: Lo
     return torch.cat(overlaps)
 
 
-def chunk_states(vocabulary: int, device: torch.device) -> int:
-    """Return how many states' logits [n, vocabulary] exist at the same time on a device."""
-    if device.type == "cpu":
-        return CPU_CHUNK
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (vocabulary * 4))
+def chunk_states(vocabulary: int, gpu_memory: int) -> int:
+    """Return how many states' logits [n, vocabulary] exist at the same time, on a GPU of these bytes; 0: on a CPU."""
+    return max(LEAST_CUDA_CHUNK, gpu_memory // CUDA_MEMORY_SHARE // (vocabulary * 4)) if gpu_memory else CPU_CHUNK
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -242,10 +244,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_gradient = None
         if gradients[1] is not None:
             entropy_gradient = torch.zeros_like(entropies).index_add_(0, state_ids, gradients[1])
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        bias_gradient = entropies.new_zeros(len(weight)) if needs_bias else None
+        of_inputs = _Gradients(ctx, hidden, weight)
         # The first backward pass uses up the last chunk; another backward pass computes all logits again.
         head, chunk = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens, ctx.form), None)
         ctx.last = None
@@ -253,28 +252,16 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in reversed(_chunks(hidden, ctx.chunk_tokens)):
             shift = None if chunk is not None and head.is_on_cpu else normalisers[rows, None]
             chunk = head.logits(rows, ctx.temperature) if chunk is None else chunk
-            slope = ctx.form.slope(chunk * ctx.temperature if ctx.form.cap is not None else chunk)
+            slope = ctx.form.slope(chunk, ctx.temperature)
             of_entropy = None if entropy_gradient is None else (entropies[rows, None], entropy_gradient[rows, None])
             gradient = differentiate(chunk, shift, by_state[rows, None], of_entropy, head.buffer(chunk))
             places, is_here = _places(gradient, rows, targets, state_ids)
             gradient.view(-1).scatter_add_(0, places, logprob_gradient * is_here)
             if ctx.temperature != 1:
                 gradient.div_(ctx.temperature)
-            gradient = (gradient if slope is None else gradient.mul_(slope)).to(head.weight.dtype)
-            if hidden_gradient is not None:
-                head.multiply(gradient, head.weight, hidden_gradient[rows])
-            if weight_gradient is not None:
-                head.multiply(gradient.T, head.hidden[rows], weight_gradient, add=True)
-            if bias_gradient is not None:
-                bias_gradient += gradient.sum(0)
+            of_inputs.add(head, rows, gradient, slope)
             chunk = None
-        if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient.to(hidden.dtype)
-        if weight_gradient is not None:
-            weight_gradient = weight_gradient.to(weight.dtype)
-        if bias_gradient is not None:
-            bias_gradient = bias_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+        return *of_inputs.rounded(), None, None, None, None, None
 
 
 class _Divergence(torch.autograd.Function):
@@ -289,30 +276,19 @@ class _Divergence(torch.autograd.Function):
         form: LogitForm,
     ) -> Tensor:
         n = min(len(weight), len(lesson.weight))
-        size = chunk_states(n, weight.device)
+        size = chunk_states(n, memory_of(weight.device))
         head, teacher = _heads_of(hidden, weight, lesson, n, size, form)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        bias_gradient = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
+        of_inputs = _Gradients(ctx, hidden, weight)
         total = lesson.state_weights.new_zeros(())
         for rows in _chunks(hidden, size):
             logits = head.logits(rows, temperature)
-            slope = form.slope(logits * temperature if form.cap is not None else logits)
+            slope = form.slope(logits, temperature)
             log_p, log_t = logits.log_softmax(1), teacher.logits(rows, temperature).log_softmax(1)
             values, gradient = jensen_shannon(log_p, log_t, lesson.beta)
             weights = lesson.state_weights[rows]
             total += weights @ values
-            gradient = gradient.mul_(weights[:, None] / temperature)
-            gradient = (gradient if slope is None else gradient.mul_(slope)).to(head.weight.dtype)
-            if hidden_gradient is not None:
-                head.multiply(gradient, head.weight, hidden_gradient[rows])
-            if weight_gradient is not None:
-                head.multiply(gradient.T, head.hidden[rows], weight_gradient[:n], add=True)
-            if bias_gradient is not None:
-                bias_gradient[:n] += gradient.sum(0)
-        of_inputs = ((hidden_gradient, hidden), (weight_gradient, weight), (bias_gradient, weight))
-        ctx.gradients = [None if x is None else x.to(y.dtype) for x, y in of_inputs]
+            of_inputs.add(head, rows, gradient.mul_(weights[:, None] / temperature), slope)
+        ctx.gradients = of_inputs.rounded()
         return total
 
     @staticmethod
@@ -459,6 +435,36 @@ class _Head:
     def buffer(self, logits: Tensor) -> Tensor | None:
         """Return a second buffer of the shape of the logits, valid until the next call; None on CUDA."""
         return None if self._other is None else self._other[: len(logits)]
+
+
+class _Gradients:
+    """The gradients of states, output embedding and bias, those that are needed, as sums in float32."""
+
+    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor) -> None:
+        self._dtypes, needs = (hidden.dtype, weight.dtype, weight.dtype), ctx.needs_input_grad
+        self._sums = [
+            torch.empty_like(hidden, dtype=torch.float32) if needs[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None,
+            weight.new_zeros(len(weight), dtype=torch.float32) if needs[2] else None,
+        ]
+
+    def add(self, head: _Head, rows: slice, gradient: Tensor, slope: Tensor | None) -> None:
+        """Add what comes of the gradient of the logits [n, V] of ``rows``, which is overwritten; see ``LogitForm``."""
+        of_hidden, of_weight, of_bias = self._sums
+        gradient = (gradient if slope is None else gradient.mul_(slope)).to(head.weight.dtype)
+        if of_hidden is not None:
+            head.multiply(gradient, head.weight, of_hidden[rows])
+        if of_weight is not None:
+            head.multiply(gradient.T, head.hidden[rows], of_weight[: len(head.weight)], add=True)
+        if of_bias is not None:
+            of_bias[: len(head.weight)] += gradient.sum(0)
+
+    def rounded(self) -> list[Tensor | None]:
+        """Return the gradients in the types of their inputs; each sum is freed before the next one is copied."""
+        for place, dtype in enumerate(self._dtypes):
+            if (total := self._sums[place]) is not None:
+                self._sums[place] = total.to(dtype)
+        return self._sums
 
 
 @contextmanager

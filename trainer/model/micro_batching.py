@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, compress
+from functools import partial, reduce
+from itertools import accumulate, compress, takewhile
 
 import numpy as np
 import torch
@@ -37,27 +37,16 @@ nothing is copied, and a group is cut only where it exceeds the tokens."""
 
 
 @dataclass(frozen=True)
-class _Limit:
-    """The most that a micro-batch holds."""
-
-    tokens: int
-    keys: float
-
-
-@dataclass(frozen=True)
 class _Size:
-    """The size of branches or pieces packed together."""
+    """The size of branches or pieces packed together, or the most that a micro-batch holds."""
 
     tokens: int = 0
-    keys: int = 0
+    keys: float = 0
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> _Size:
         """Return the size of branches that follow one another in depth-first order."""
-        size = cls()
-        for branch in branches:
-            size = size.with_branch(branch)
-        return size
+        return reduce(_Size.with_branch, branches, cls())
 
     def with_branch(self, branch: Branch) -> _Size:
         """Return the size with one more branch; the first one shares nothing."""
@@ -67,7 +56,7 @@ class _Size:
     def __add__(self, other: _Size) -> _Size:
         return _Size(self.tokens + other.tokens, self.keys + other.keys)
 
-    def fits(self, limit: _Limit) -> bool:
+    def fits(self, limit: _Size) -> bool:
         return self.tokens <= limit.tokens and self.keys <= limit.keys
 
 
@@ -87,7 +76,7 @@ def share_out(
         device: the ranks' type of device, ``cpu`` or ``cuda``.
         pieces_per_rank: the least pieces for each of several ranks.
     """
-    limit = _Limit(max_tokens, KEYS_PER_TOKEN * max_tokens if device == "cpu" else math.inf)
+    limit = _Size(max_tokens, KEYS_PER_TOKEN * max_tokens if device == "cpu" else math.inf)
     pieces = [piece for group in groups for piece in _split(group, limit)]
     # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
     least = n_ranks * pieces_per_rank if n_ranks > 1 else 1
@@ -98,9 +87,7 @@ def share_out(
         largest = max(divisible, key=lambda piece: piece.tokens)
         pieces.remove(largest)
         pieces += _halve(largest)
-    by_rank = _balance(pieces, n_ranks)
-    filled = [_fill(own, limit) for own in by_rank]
-    return _equally_many(filled)
+    return _equally_many([_fill(own, limit) for own in _balance(pieces, n_ranks)])
 
 
 MOST_PADDING = 0.15
@@ -146,19 +133,15 @@ def _shares(
     return share_out(groups, ranks.n_shares, max_tokens * ranks.context.size, ranks.device.type, pieces_per_rank)
 
 
-def _split(group: TrainingGroup, limit: _Limit) -> list[TrainingGroup]:
+def _split(group: TrainingGroup, limit: _Size) -> list[TrainingGroup]:
     """Cut a group that exceeds the budget; a piece ends, in its second half, where the next one repeats least."""
     branches = group.branches
     if _Size.of(branches).fits(limit):
         return [group] if branches else []
     pieces: list[TrainingGroup] = []
     while branches:
-        size, count = _Size(), 0
-        for branch in branches:
-            size = size.with_branch(branch)
-            if count and not size.fits(limit):
-                break
-            count += 1
+        sizes = accumulate(branches, _Size.with_branch, initial=_Size())
+        count = max(1, sum(1 for _ in takewhile(lambda size: size.fits(limit), sizes)) - 1)
         if count < len(branches):
             places = range(count, count // 2, -1)
             count = min(places, key=lambda place: branches[place].shared)
@@ -196,7 +179,7 @@ def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGro
     return by_rank
 
 
-def _fill(pieces: list[TrainingGroup], limit: _Limit) -> list[list[TrainingGroup]]:
+def _fill(pieces: list[TrainingGroup], limit: _Size) -> list[list[TrainingGroup]]:
     """Fill micro-batches by first fit, the largest pieces first."""
     batches: list[list[TrainingGroup]] = []
     sizes: list[_Size] = []

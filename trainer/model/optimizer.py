@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -49,131 +50,89 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     )
 
 
-def optimizer_steps(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: Sequence[Sequence[Callable[[], Diagnostics]]],
-    rates: Sequence[float],
-    should_stop: Callable[[], bool] | None = None,
-) -> list[dict[str, float]]:
-    """Take an optimizer step on each of ``steps`` that has passes; return the metrics of each. See ``optimizer_step``.
+@dataclass
+class Training:
+    """A module in training, sharded by FSDP2, with its optimizer. Its methods are collectives of all ranks."""
 
-    Raises:
-        StopRequestedError: ``should_stop`` was true on some rank before the first step was taken; nothing has changed.
-    """
-    metrics: list[dict[str, float]] = []
-    for passes in filter(None, steps):
-        stop = None if metrics else should_stop
-        metrics.append(optimizer_step(settings, ranks, module, optimizer, passes, rates, stop))
-    return metrics
+    settings: TrainerSettings
+    """SHARD_PARAMETERS and MAX_GRAD_NORM."""
+    ranks: Ranks
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    should_stop: Callable[[], bool] | None = None
+    """Called on every rank before each pass of an update's first step, which ends if it is true on some rank."""
 
+    def take_steps(
+        self, steps: Sequence[Sequence[Callable[[], Diagnostics]]], rates: Sequence[float]
+    ) -> list[dict[str, float]]:
+        """Take an optimizer step on the summed gradients of each of ``steps`` that has passes; return their metrics.
 
-def optimizer_step(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    passes: Sequence[Callable[[], Diagnostics]],
-    rates: Sequence[float],
-    should_stop: Callable[[], bool] | None = None,
-) -> dict[str, float]:
-    """Take one optimizer step on the sum of the gradients of ``passes``, and return its metrics. A collective.
+        A step whose loss or gradient is not finite leaves module and optimizer unchanged; see ``is_finite``.
 
-    A step whose loss or gradient is not finite leaves module and optimizer unchanged; see ``is_finite``.
+        Args:
+            steps: this rank's micro-batches of each step, forward and backward passes; every rank has equally many.
+            rates: the learning rate of each of the optimizer's parameter groups.
 
-    Args:
-        settings: SHARD_PARAMETERS and MAX_GRAD_NORM.
-        ranks: all ranks.
-        module: the module, sharded by FSDP2.
-        optimizer: the module's optimizer.
-        passes: this rank's micro-batches, each a forward and backward pass; every rank has the same number.
-        rates: the learning rate of each of the optimizer's parameter groups.
-        should_stop: called on every rank before each pass.
+        Raises:
+            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+        """
+        metrics: list[dict[str, float]] = []
+        for passes in filter(None, steps):
+            diagnostics = self.add_gradients(passes, may_stop=not metrics)
+            metrics.append(self.take_step(diagnostics, rates))
+        return metrics
 
-    Raises:
-        StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
-    """
-    try:
-        diagnostics = add_gradients(settings, ranks, module, passes, should_stop)
-    except StopRequestedError:
-        optimizer.zero_grad()
-        raise
-    return take_step(settings, ranks, module, optimizer, diagnostics, rates)
+    def add_gradients(self, passes: Sequence[Callable[[], Diagnostics]], *, may_stop: bool = True) -> Diagnostics:
+        """Add the gradients of ``passes`` to those of the module; return this rank's diagnostics. See ``take_steps``.
 
+        Raises:
+            StopRequestedError: ``should_stop`` was true on some rank; the module has no gradients any more.
+        """
+        diagnostics, sharded = Diagnostics(), cast("FSDPModule", self.module)
+        for index, compute in enumerate(passes):
+            if may_stop and self.should_stop is not None and self.ranks.any(self.should_stop()):
+                reshard(self.module)
+                self.optimizer.zero_grad()
+                raise StopRequestedError
+            # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
+            # otherwise only the last micro-batch does.
+            is_last = index == len(passes) - 1
+            frees = is_last or self.settings.shard_parameters is not False
+            # Replicas of the shards add up their gradients once, after the last micro-batch.
+            sharded.set_requires_gradient_sync(frees)
+            sharded.set_reshard_after_backward(frees)
+            sharded.set_requires_all_reduce(is_last)
+            sharded.set_is_last_backward(is_last)
+            computed = compute()
+            # Every rank of a context group has the same.
+            if self.ranks.context.rank == 0:
+                diagnostics.add(computed)
+        return diagnostics
 
-def take_step(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    diagnostics: Diagnostics,
-    rates: Sequence[float],
-    denominator: int = 1,
-) -> dict[str, float]:
-    """Take one optimizer step on the gradients that the module has, and return its metrics. A collective.
+    def take_step(self, diagnostics: Diagnostics, rates: Sequence[float], denominator: int = 1) -> dict[str, float]:
+        """Take one optimizer step on the gradients that the module has, and return its metrics. See ``take_steps``.
 
-    See ``optimizer_step`` for the other arguments.
-
-    Args:
-        diagnostics: this rank's diagnostics of the passes that made the gradients.
-        denominator: the number by which gradients and loss are divided first.
-    """
-    if denominator != 1:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(denominator)
-        if "loss" in diagnostics.sums:
-            diagnostics.sums["loss"] = diagnostics.sums["loss"] / denominator
-    norm = _clip(module, settings.max_grad_norm)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
-    cast("Any", optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, ranks).float()
-    optimizer.step()
-    optimizer.zero_grad()
-    return diagnostics.metrics(ranks.total, ranks.maximum) | {"grad_norm": norm.item()}
-
-
-def add_gradients(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    module: nn.Module,
-    passes: Sequence[Callable[[], Diagnostics]],
-    should_stop: Callable[[], bool] | None = None,
-) -> Diagnostics:
-    """Add the gradients of ``passes`` to those of a module; return the diagnostics of this rank. A collective.
-
-    See ``optimizer_step`` for the arguments.
-
-    Raises:
-        StopRequestedError: ``should_stop`` was true on some rank.
-    """
-    diagnostics, sharded = Diagnostics(), cast("FSDPModule", module)
-    for index, compute in enumerate(passes):
-        if should_stop is not None and ranks.any(should_stop()):
-            reshard(module)
-            raise StopRequestedError
-        # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
-        # otherwise only the last micro-batch does.
-        is_last = index == len(passes) - 1
-        # Replicas of the shards add up their gradients once, after the last micro-batch.
-        sharded.set_requires_gradient_sync(is_last or settings.shard_parameters is not False)
-        sharded.set_reshard_after_backward(is_last or settings.shard_parameters is not False)
-        sharded.set_requires_all_reduce(is_last)
-        sharded.set_is_last_backward(is_last)
-        computed = compute()
-        # Every rank of a context group has the same.
-        if ranks.context.rank == 0:
-            diagnostics.add(computed)
-    return diagnostics
-
-
-def _clip(module: nn.Module, largest_norm: float) -> Tensor:
-    """Scale the gradients down to a norm of at most ``largest_norm``; return the norm before, a scalar."""
-    norm = torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], largest_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        Args:
+            diagnostics: this rank's diagnostics of the passes that made the gradients.
+            rates: the learning rate of each of the optimizer's parameter groups.
+            denominator: the number by which gradients and loss are divided first.
+        """
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if denominator != 1:
+            for gradient in (parameter.grad for parameter in trained):
+                if gradient is not None:
+                    gradient.div_(denominator)
+            if "loss" in diagnostics.sums:
+                diagnostics.sums["loss"] = diagnostics.sums["loss"] / denominator
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.settings.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
+        cast("Any", self.optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, self.ranks).float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return diagnostics.metrics(self.ranks.total, self.ranks.maximum) | {"grad_norm": norm.item()}
 
 
 def _all_finite(diagnostics: Diagnostics, norm: Tensor, ranks: Ranks) -> Tensor:

@@ -1,36 +1,21 @@
 """The policy: a transformers model, sharded over the ranks, that returns log-probabilities of packed groups.
 
-Its parameters are published under their names in its checkpoint, which are those that engines load. transformers keeps
-some parameters differently: for example, it fuses the experts of a layer into ``mlp.experts.gate_up_proj``, where the
-checkpoint has ``mlp.experts.0.gate_proj.weight`` and so on. An engine skips unknown names without an error and would
-keep old weights, so ``check_names`` compares them at the start.
+It also counts how evenly the routers of a mixture of experts share the trained tokens among these.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed._functional_collectives as collectives
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    cached_file,
-)
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
@@ -39,12 +24,14 @@ from trainer.algorithm.attention_layout import PathRows
 from trainer.algorithm.packing import Context, MicroBatch
 from trainer.config import CriticModel, PublishedType, TrainerSettings
 from trainer.model.attention import SharedLayout, windows_of
-from trainer.model.expert_load import ExpertLoad
 from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import (
     Description,
     ValueHead,
+    check_names,
     choose_compute,
+    in_checkpoint,
+    kept_buffers,
     load_config,
     load_description,
     load_model,
@@ -95,8 +82,7 @@ def load_policy(
     decoder = cast("PreTrainedModel", policy.causal_lm().base_model)
     if trainable and settings.has_critic and settings.critic is CriticModel.SHARED:
         policy.value_head = ValueHead(decoder, ranks)
-    has_checkpointing = trainable and settings.activation_checkpointing is True
-    shard(policy, decoder, settings, ranks, chosen, has_checkpointing=has_checkpointing)
+    shard(policy, decoder, settings, ranks, chosen)
     for method in ("values", "lesson", "overlap"):
         register_fsdp_forward_method(policy, method)
     if trainable and settings.publish_type is PublishedType.BFLOAT16:
@@ -343,123 +329,76 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-ROTARY = r"rotary_emb\.inv_freq$"
-"""Tables in old checkpoints, which every program computes for itself."""
-
-SHOWN = 5
-"""Most names of each kind in a message."""
+EXPERT_COLUMN = "expert_max_violation"
+"""The metric's name in metrics.jsonl."""
 
 
-def in_checkpoint(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole parameters as the model's checkpoint has them, by transformers' own conversion in reverse.
+class ExpertLoad:
+    """Counts of the tokens that each layer's routers send to each expert.
 
-    Args:
-        model: the model, as ``from_pretrained`` made it.
-        parameters: some of its parameters by name, with all those that lie in one tensor of the checkpoint.
+    Counted are the states that predict trained tokens, once for each token. So padding and repeated prompts do not
+    count, and layouts, micro-batches and ranks make no difference.
     """
-    converted: dict[str, Tensor] = revert_weight_conversion(model, dict(parameters))
-    return converted
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the mixtures of a model: the modules with transformers' interface of experts."""
+        self._mixtures: list[Any] = [
+            part for part in model.modules() if hasattr(part, "has_gate") and hasattr(part, "num_experts")
+        ]
+        for mixture in self._mixtures:
+            mixture.token_weights = mixture.expert_tokens = None
+            mixture.register_forward_pre_hook(_count)
+
+    @contextmanager
+    def counting(self, batch: MicroBatch) -> Iterator[None]:
+        """Count, within the context, what a forward pass with gradient chooses; its recomputation counts nothing."""
+        if not self._mixtures or not torch.is_grad_enabled():
+            yield
+            return
+        weights = _token_weights(batch)
+        for mixture in self._mixtures:
+            mixture.token_weights = weights
+            if mixture.expert_tokens is None:
+                mixture.expert_tokens = weights.new_zeros(mixture.num_experts)
+        yield
+        weights.zero_()
+
+    def clear(self) -> None:
+        """Forget the counts."""
+        for mixture in self._mixtures:
+            mixture.expert_tokens = None
+
+    def take(self, ranks: Ranks) -> dict[str, float]:
+        """Return the metric of what all ranks have counted, empty if that is nothing, and forget it. A collective.
+
+        It is MaxVio, the largest load of an expert over the mean load, less 1 (Wang et al. 2024, arXiv:2408.15664), as
+        a mean over the layers: 0 if all experts have equally much to do.
+        """
+        counts = [mixture.expert_tokens for mixture in self._mixtures if mixture.expert_tokens is not None]
+        self.clear()
+        if not counts:
+            return {}
+        total = torch.stack(ranks.gather_vectors(torch.cat(counts).cpu())).sum(0)
+        loads = [load / load.mean() for load in total.split([len(count) for count in counts]) if load.any()]
+        return {EXPERT_COLUMN: float(torch.stack([load.max() for load in loads]).mean()) - 1} if loads else {}
 
 
-def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a model's checkpoint has, such as a layer's factor in Gemma 4 and biases of routers."""
-    kept = {}
-    for module_name, module in model.named_modules():
-        for name, value in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                kept[plain_name(f"{module_name}.{name}")] = value
-    return kept
+def _token_weights(batch: MicroBatch) -> Tensor:
+    """Return how many trained tokens the state of each token of a forward pass predicts, float64."""
+    rows, size = batch.predict_rows, len(batch.input_ids)
+    if isinstance(batch.layout, PathRows):
+        rows, size = batch.layout.places[rows], batch.layout.paths.numel()
+    counts = torch.zeros(size, dtype=torch.float64, device=rows.device)
+    return (
+        counts
+        if batch.is_filler
+        else counts.index_add_(0, rows[batch.state_ids], counts.new_ones(len(batch.state_ids)))
+    )
 
 
-def _meta_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's parameters and kept buffers without data."""
-    parameters = ((name.replace(".base_layer", ""), x) for name, x in model.named_parameters() if "lora_" not in name)
-    return {name: x.to("meta") for name, x in (*parameters, *kept_buffers(model).items())}
-
-
-def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) -> None:
-    """Compare the names that would be published with those of the checkpoint that the model was loaded from.
-
-    A checkpoint without an index or safetensors header is not compared.
-
-    Args:
-        model: the model as loaded, before it gets adapters.
-        model_name: MODEL_NAME.
-        has_adapters: the run trains LoRA adapters, which have the names of the parameters that they adapt.
-
-    Raises:
-        ConfigurationError: names are missing or surplus, or engines could not load the adapters.
-    """
-    if not getattr(model, "_weight_conversions", None):
-        # Nothing was converted; but engines load the family's usual names, even if transformers also loads its own.
-        usual = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [change for change in usual if not isinstance(change, PrefixChange)]
-    with torch.no_grad():
-        published = set(in_checkpoint(model, _meta_state(model)))
-    plain = {name.replace("language_model.", "") for name in published}  # image checkpoints have the prefix
-    if has_adapters and (fused := sorted(dict(model.named_parameters()).keys() - plain)):
-        raise ConfigurationError(
-            f"LORA_RANK: {model.config.model_type} keeps several tensors of its checkpoint in one parameter "
-            f"({_listed('such as', fused)}), and engines load no adapters of those; train it with LORA_RANK=0"
-        )
-    files = _files_by_name(model_name)
-    if files is None:
-        log.warning("the names of the checkpoint's tensors cannot be read and compared", model=model_name)
-        return
-    there = set(files)
-    if any("language_model." in name for name in there):  # An image checkpoint, whose other parts are kept.
-        there = {name for name in there if "language_model." in name or name in published}
-    tied = _tied(model)  # They may lie in the files once or twice.
-    ignored = [re.compile(pattern) for pattern in (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))]
-    missing = [
-        name for name in sorted(there - published - tied) if not any(pattern.search(name) for pattern in ignored)
-    ]
-    surplus = sorted(published - there - tied)
-    if missing or surplus:
-        raise ConfigurationError(
-            f"MODEL_NAME: the tensors of {model_name} have other names than the trainer would publish, and engines "
-            f"would silently keep old weights: {_listed('missing from what would be published', missing)}; "
-            f"{_listed('not in the checkpoint', surplus)}. Choose a checkpoint in the format of its family"
-        )
-
-
-def _tied(model: PreTrainedModel) -> set[str]:
-    """Return the names of parameters that share their data with another one."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for alike in names.values() if len(alike) > 1 for name in alike}
-
-
-def untrained_files(model: PreTrainedModel, model_name: str) -> dict[str, set[str]]:
-    """Return the names of a checkpoint's tensors that are not among the model's parameters, by their file."""
-    trained = set(in_checkpoint(model, _meta_state(model))) | _tied(model)
-    found: dict[str, set[str]] = {}
-    for name, file in (_files_by_name(model_name) or {}).items():
-        if name not in trained:
-            found.setdefault(file, set()).add(name)
-    return found
-
-
-def _files_by_name(model_name: str) -> dict[str, str] | None:
-    """Return the file of each tensor of a checkpoint; None if they cannot be read without the weights."""
-    for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        path = cached_file(
-            model_name,
-            file,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if path is None:
-            continue
-        if file == SAFE_WEIGHTS_NAME:
-            with safe_open(path, framework="pt") as opened:
-                return dict.fromkeys(opened.keys(), file)
-        found: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
-        return found
-    return None
-
-
-def _listed(kind: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{kind}: {', '.join(names[:SHOWN]) or 'none'}{more}"
+def _count(mixture: Any, arguments: tuple[Any, ...]) -> None:
+    """Add the weights of tokens to the counts of the experts [T, K] that were chosen for them."""
+    if torch.is_grad_enabled() and mixture.token_weights is not None and len(arguments) > 1:
+        chosen = arguments[1].long()
+        weights = mixture.token_weights[:, None].expand(-1, chosen.shape[-1])
+        mixture.expert_tokens.scatter_add_(0, chosen.flatten(), weights.flatten())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -55,16 +56,11 @@ def choose_device() -> torch.device:
 
 def log_device(device: torch.device, rank: int) -> None:
     """Log the device of this rank with its name, memory and driver."""
-    facts: Facts = {}
+    facts: dict[str, str | None] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        memory = f"{properties.total_memory / 2**30:.1f} GiB"
-        facts = {
-            "name": properties.name,
-            "memory": memory,
-            "driver": machine.driver_version(),
-            "cuda": torch.version.cuda,
-        }
+        facts = {"name": properties.name, "memory": f"{properties.total_memory / 2**30:.1f} GiB"}
+        facts |= {"driver": machine.driver_version(), "cuda": torch.version.cuda}
         if caution := machine.network_caution():
             log.warning(caution, rank=rank)
     log.info("device", rank=rank, device=str(device), **facts, torch=torch.__version__)
@@ -93,21 +89,14 @@ def _store(rank: int, world_size: int, limit: timedelta) -> Store:
         store: Store = next(rendezvous("env://", rank, world_size, timeout=limit))[0]
         return store
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    join = partial(TCPStore, host, port, world_size, timeout=limit, wait_for_workers=False)
     if rank:
-        return TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+        return join(is_master=False)
     try:
         listener = socket.create_server((host, port), backlog=world_size)
     except OSError as error:
         raise dist.DistNetworkError(f"{host}:{port} cannot be listened on: {error}") from error
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return join(is_master=True, master_listen_fd=listener.detach())
 
 
 def compare(store: Store, rank: int, world_size: int, facts: Facts) -> None:

@@ -219,16 +219,16 @@ def _by_depth(
         is_kept = number < len(segments.depths)
         after: list[Tensor] = []
         for one in scans:
-            rows = [_rows(x[0], one.rows) for x in tokens]
-            gated = [_rows(x[0], one.rows).masked_fill(one.is_padding[..., None], 0) for x in gates]
-            begun = None if states is None or one.parents is None else _rows(states, one.parents)
+            rows = [rows_of(x[0], one.rows) for x in tokens]
+            gated = [rows_of(x[0], one.rows).masked_fill(one.is_padding[..., None], 0) for x in gates]
+            begun = None if states is None or one.parents is None else rows_of(states, one.parents)
             output, final = scan(rows, gated, begun, is_kept)
             outputs.append(output.flatten(0, 1))
             after.append(final)
         states = torch.cat(after) if is_kept else None
-    return _rows(torch.cat(outputs), segments.unpack)[None]
+    return rows_of(torch.cat(outputs), segments.unpack)[None]
 
 
-def _rows(states: Tensor, rows: Tensor) -> Tensor:
+def rows_of(states: Tensor, rows: Tensor) -> Tensor:
     """Return ``states[rows]``. The gradient of indexing would add up repeated rows number by number."""
     return embedding(rows, states.flatten(1)).view(*rows.shape, *states.shape[1:])

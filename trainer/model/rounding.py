@@ -70,10 +70,17 @@ class UnbiasedRounding(Rounding):
     def offsets(self, name: str, first: int, like: Tensor) -> Tensor:
         """Return the dither of weights from ``first`` on, [N] int16, on the device of ``like`` [N].
 
-        A weight that is moved by its offset goes to its nearest bfloat16 number.
+        A weight that is moved by its offset goes to its nearest bfloat16 number. Offsets are odd and less than half of
+        the distance between two bfloat16 numbers, in float32's steps. The offset of a weight depends on the name and
+        its index alone: it is a quarter of a word of a counter-based generator, SplitMix64.
         """
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
-        return random_offsets(seed, first, like)
+        skipped = first % _PER_WORD
+        begin, end = first // _PER_WORD, -(-(first + len(like)) // _PER_WORD)
+        word = torch.arange(begin, end, device=like.device).mul_(_STRIDE).add_(seed)
+        for factor, shift in zip((*_FACTORS, 1), _SHIFTS, strict=True):
+            word.bitwise_xor_((word >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+        return word.view(torch.int16)[skipped : skipped + len(like)].bitwise_or_(1)
 
     def look(self, name: str, start: int, values: Tensor, rounded: Tensor) -> None:
         """Do nothing; a subclass measures a block that ``Masters`` has rounded, from ``start`` of this rank's on."""
@@ -194,20 +201,6 @@ class Masters:
                 part = None if lower is None else lower[start:end]
                 yield name, start, block, part, self.rounding.offsets(name, first + start, block)
                 start = end
-
-
-def random_offsets(seed: int, first: int, like: Tensor) -> Tensor:
-    """Return a random offset for each of the weights from index ``first`` on, [N] int16, on the device of ``like`` [N].
-
-    Offsets are odd and less than half of the distance between two bfloat16 numbers, in float32's steps. The offset of a
-    weight depends on the seed and its index alone: it is a quarter of a word of a counter-based generator, SplitMix64.
-    """
-    skipped = first % _PER_WORD
-    begin, end = first // _PER_WORD, -(-(first + len(like)) // _PER_WORD)
-    word = torch.arange(begin, end, device=like.device).mul_(_STRIDE).add_(seed)
-    for factor, shift in zip((*_FACTORS, 1), _SHIFTS, strict=True):
-        word.bitwise_xor_((word >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-    return word.view(torch.int16)[skipped : skipped + len(like)].bitwise_or_(1)
 
 
 def shifted(values: Tensor, offsets: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ from services.core.logs import get_logger
 from services.weights.policy_store import CONFIG_FILE, WEIGHTS_FILE
 from trainer.config import TrainerSettings
 from trainer.model.gathering import gather_state
-from trainer.model.policy import Policy, untrained_files
+from trainer.model.loading import untrained_files
+from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.rounding import Rounding
 

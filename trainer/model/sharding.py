@@ -148,23 +148,16 @@ ExpertsInterface.register(GATHERED_EXPERTS, gathered_experts)
 
 
 def shard(
-    module: nn.Module,
-    decoder: PreTrainedModel,
-    settings: TrainerSettings,
-    ranks: Ranks,
-    chosen: Compute,
-    *,
-    has_checkpointing: bool,
+    module: nn.Module, decoder: PreTrainedModel, settings: TrainerSettings, ranks: Ranks, chosen: Compute
 ) -> None:
     """Shard a module over the ranks, which receive their parts from rank 0.
 
     Args:
         module: the module, with data on rank 0 only.
         decoder: the part of it with the list of layers; each layer is sharded by itself.
-        settings: SHARD_PARAMETERS, CPU_OFFLOAD, and selective recomputation.
+        settings: SHARD_PARAMETERS, CPU_OFFLOAD, and ACTIVATION_CHECKPOINTING of a module that is trained.
         ranks: all ranks.
         chosen: the type of numbers to compute with. A value head computes in float32.
-        has_checkpointing: recompute whole layers in the backward pass.
 
     Raises:
         ConfigurationError: the decoder has no list of layers, or no kernel on a GPU computes it.
@@ -175,7 +168,7 @@ def shard(
         decoder.set_experts_implementation(GATHERED_EXPERTS)
         # The kernels of recurrent layers are not the compiler's.
         compile_layers([layer for layer in layers if not mixes_by_states(layer)], settings)
-    if has_checkpointing:
+    if settings.activation_checkpointing is True and any(p.requires_grad for p in module.parameters()):
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
         wrapped = dict.fromkeys(layers)
         layers = [part for part in module.modules() if getattr(part, "_checkpoint_wrapped_module", None) in wrapped]

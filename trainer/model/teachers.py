@@ -13,9 +13,7 @@ from services.clients.teacher import TeacherClient, check_context, probe_distanc
 from services.core.errors import ConfigurationError
 from services.core.models import context_length
 from services.protocol.base import PROBE
-from services.protocol.groups import TokenSequence
-from services.protocol.rewards import FinishReason
-from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.packing import text_group
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 from trainer.model.loading import load_config
@@ -121,11 +119,7 @@ def check_endpoints(
                 f"{len(teacher.probe_ids)} tokens, the student's into {len(ids)} or into others; a teacher scores the "
                 "student's token ids, so serve a model of the same family"
             )
-        zeros = [0] * len(teacher.probe)
-        tokens = TokenSequence(
-            completion_ids=teacher.probe_ids[1:], logprobs=zeros, policy_versions=zeros, finish_reason=FinishReason.STOP
-        )
-        (ours,) = logprobs([TrainingGroup(teacher.probe_ids[:1], [tokens])], temperature=1.0)[0]
+        (ours,) = logprobs([text_group(teacher.probe_ids)], temperature=1.0)[0]
         distance = probe_distance(ours.tolist(), teacher.probe)
         if distance < LEAST_DISTANCE:
             raise ConfigurationError(

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
@@ -56,7 +56,10 @@ FORM_SECONDS = 120.0
 LEAVE_SECONDS = 10.0
 """Longest wait until a group is left, here and in a worker."""
 
-Bucket = dict[str, Tensor]
+State = dict[str, Tensor]
+"""Tensors of a version by name."""
+Resume = Callable[[Engine], Awaitable[float]]
+"""Has an engine that has got a version prove and serve it; returns the seconds of its pause."""
 Outcome = float | BaseException
 """The seconds of a worker's pause, or the error for which it does not serve the version."""
 
@@ -134,12 +137,7 @@ class Broadcaster:
         """The reason why the newest of them had no group."""
 
     async def send(
-        self,
-        version: int,
-        state: dict[str, Tensor],
-        workers: Sequence[Worker],
-        requests: Requests,
-        check: Check | None = None,
+        self, version: int, state: State, workers: Sequence[Worker], requests: Requests, check: Check | None = None
     ) -> list[Outcome]:
         """Have workers serve a version of these tensors; return the outcome of each.
 
@@ -153,7 +151,9 @@ class Broadcaster:
             outcomes: list[Outcome | None] = [*await asyncio.gather(*holding, return_exceptions=True)]
             held = {place: engines[place] for place, error in enumerate(outcomes) if error is None}
             chosen = [workers[place] for place in held]
-            sent = await self._send_to(chosen, [*held.values()], version, state, started, check)
+            sent = await self._send_to(
+                chosen, [*held.values()], state, version, lambda engine: engine.resume_with(version, started, check)
+            )
             others = iter(sent)
             return [next(others) if outcome is None else outcome for outcome in outcomes]
 
@@ -163,15 +163,9 @@ class Broadcaster:
         await engine.begin_update()
 
     async def _send_to(
-        self,
-        workers: Sequence[Worker],
-        engines: Sequence[Engine],
-        version: int,
-        state: dict[str, Tensor],
-        started: float,
-        check: Check | None,
+        self, workers: Sequence[Worker], engines: Sequence[Engine], state: State, version: int, resume: Resume
     ) -> Sequence[Outcome]:
-        """Send a version to workers that are held since ``started``; return the outcome of each.
+        """Send a version to workers that are held; return the outcome of each.
 
         If one fails, the sending is given up, because the others would wait for it in vain.
         """
@@ -182,7 +176,7 @@ class Broadcaster:
             return [WorkerRefusedError(f"worker {each.url} is in no group for the broadcast") for each in workers]
         buckets = make_buckets(state, has_first_alone=not group.is_formed)
         sending = asyncio.create_task(self._broadcast(group, [list(bucket.values()) for bucket in buckets]))
-        receive = partial(self._receive, group=group, buckets=buckets, version=version, started=started, check=check)
+        receive = partial(self._receive, group=group, buckets=buckets, version=version, resume=resume)
         receiving = [asyncio.create_task(receive(each)) for each in engines]
         failures: list[str] = []
         try:
@@ -221,13 +215,7 @@ class Broadcaster:
             group.is_formed = True
 
     async def _receive(
-        self,
-        engine: Engine,
-        group: WorkerGroup,
-        buckets: Sequence[Bucket],
-        version: int,
-        started: float,
-        check: Check | None,
+        self, engine: Engine, group: WorkerGroup, buckets: Sequence[State], version: int, resume: Resume
     ) -> Outcome:
         """Have a worker receive all buckets, the last of which carries the version, and serve it."""
         for number, bucket in enumerate(buckets, start=1):
@@ -241,7 +229,7 @@ class Broadcaster:
             )
         await engine.end_update()
         try:
-            return await engine.resume_with(version, started, check)
+            return await resume(engine)
         except UnprovenError as error:
             return error  # Not raised, because the others have got the version.
 
@@ -301,7 +289,7 @@ class Broadcaster:
         self.refusal = self.refusal if is_formed else refusal
 
 
-def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Bucket]:
+def make_buckets(state: State, *, has_first_alone: bool) -> list[State]:
     """Return the tensors in buckets of BUCKET_BYTES.
 
     Args:

@@ -22,31 +22,11 @@ import orjson
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
+from services.engines import proof
 from services.engines.engine import Engine, WorkerRefusedError
-from services.engines.proof import (
-    MODEL_ALONE,
-    NOISE_FACTOR,
-    REFUSED_FILES,
-    REMEMBERED,
-    Answers,
-    Sums,
-    UnprovenError,
-    Verdict,
-    answer,
-    changed,
-    difference,
-    fused,
-    judge,
-    names_of,
-    remember,
-    sentence,
-    size,
-    unlike_the_change,
-)
-from services.protocol.groups import TokenSequence
-from services.protocol.rewards import FinishReason
+from services.engines.proof import Answers, Sums, UnprovenError, Verdict
 from services.weights.policy_store import FIRST_VERSION, PolicyStore
-from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.packing import TrainingGroup, text_group
 from trainer.algorithm.training_groups import PerToken
 from trainer.config import TrainerSettings
 from trainer.model.micro_batching import unknown_ids
@@ -105,7 +85,7 @@ class Prover:
         self._is_adapter = settings.lora_rank > 0
         self._store = PolicyStore(settings.policy_dir)
         self._counts: Counter[tuple[str, int]] = Counter()
-        self._read = {*settings.policy_dir.glob(f"v*/{REFUSED_FILES}")}
+        self._read = {*settings.policy_dir.glob(f"v*/{proof.REFUSED_FILES}")}
         """Launchers' refusals that have been counted, by this process or one before it."""
         self._workers: defaultdict[str, Known] = defaultdict(Known)
         """By URL."""
@@ -134,14 +114,11 @@ class Prover:
             assert policy.description is not None, "rank 0 has it"
             context = getattr(policy.config, "max_position_embeddings", None) or TOKENS + 1
             evidence.token_ids = policy.description.tokenizer.encode(TEXT)[: min(TOKENS, context - 1)]
-        first, *ids = evidence.token_ids
-        zeros, end = [0] * len(ids), FinishReason.LENGTH
-        text = TokenSequence(completion_ids=ids, logprobs=zeros, policy_versions=zeros, finish_reason=end)
-        for each in [MODEL_ALONE, version] if self._is_adapter else [version]:
+        for each in [proof.MODEL_ALONE, version] if self._is_adapter else [version]:
             if each not in evidence.answers:
-                group = TrainingGroup([first], [text])
-                (own,) = logprobs([group], temperature=1.0, use_adapters=each != MODEL_ALONE)[0]
-                remember(evidence.answers, each, own.tolist(), REMEMBERED)
+                text = text_group(evidence.token_ids)
+                (own,) = logprobs([text], temperature=1.0, use_adapters=each != proof.MODEL_ALONE)[0]
+                proof.remember(evidence.answers, each, own.tolist(), proof.REMEMBERED)
 
     async def look(self, version: int, engine: Engine) -> None:
         """Ask an engine before a publication what it computes with, if it has MODEL_NAME's own weights until then.
@@ -155,7 +132,7 @@ class Prover:
         if await engine.version() == FIRST_VERSION:
             if FIRST_VERSION in self._evidence.answers:
                 # The noise of the engine's own type and kernels, whatever the publication does.
-                self._note(known, await difference(engine, FIRST_VERSION, self._evidence))
+                self._note(known, await proof.difference(engine, FIRST_VERSION, self._evidence))
             known.first = await self._checksums(engine)
 
     async def check_weights(self, version: int, engine: Engine) -> None:
@@ -175,12 +152,12 @@ class Prover:
             await self._compare_with_before(version, engine, sums)
         self._needs_answers |= not engine.hashes_checkpoint
         if version == FIRST_VERSION and sums and known.first:
-            names = changed(known.first, sums)
+            names = proof.changed(known.first, sums)
             if zeros := evidence.with_zeros:
                 # Under a name of the engine's own, a tensor may be one of those.
-                there = names_of(sums)
-                names &= {fused(name, there) for name in evidence.digests[version]}
-                names -= {fused(name, there) for name in zeros}
+                there = proof.names_of(sums)
+                names &= {proof.fused(name, there) for name in evidence.digests[version]}
+                names -= {proof.fused(name, there) for name in zeros}
             if names:
                 what = "the first publication has changed tensors, though its weights are MODEL_NAME's own"
                 raise UnprovenError(engine.url, version, what, None, sorted(names))
@@ -193,7 +170,7 @@ class Prover:
             is_quantized = await engine.is_quantized()
             old, new = digests[known.version], digests[version]
             kind = self._writer.policy.config.model_type
-            if wrong := unlike_the_change(known.sums, sums, old, new, is_quantized=is_quantized, kind=kind):
+            if wrong := proof.unlike_the_change(known.sums, sums, old, new, is_quantized=is_quantized, kind=kind):
                 what = f"its tensors have not changed as the trainer's have since version {known.version}"
                 raise UnprovenError(engine.url, version, what, known.version if sums == known.sums else None, wrong)
             known.before = known.sums
@@ -217,7 +194,7 @@ class Prover:
                     what = (
                         f"it differs from {len(engines) - counts[_dumped(sums)]} engines to which it was equal before"
                     )
-                    found[url] = UnprovenError(url, version, what, None, sorted(changed(usual, sums)))
+                    found[url] = UnprovenError(url, version, what, None, sorted(proof.changed(usual, sums)))
         return found
 
     async def _checksums(self, engine: Engine) -> Sums:
@@ -241,11 +218,11 @@ class Prover:
         if version not in evidence.answers:
             return None
         if self._is_adapter and known.usual is None:
-            self._note(known, await difference(engine, MODEL_ALONE, evidence))
+            self._note(known, await proof.difference(engine, proof.MODEL_ALONE, evidence))
         # A busy engine may be slow to answer, for which a worker whose weights are proven keeps nobody waiting.
         try:
             async with asyncio.timeout(PATIENCE_SECONDS if known.is_proven else None):
-                own = await answer(engine, evidence, by_adapter=self._is_adapter)
+                own = await proof.answer(engine, evidence, by_adapter=self._is_adapter)
         except (TimeoutError, WorkerRefusedError):
             if known.is_proven:
                 return None
@@ -257,7 +234,7 @@ class Prover:
             if await engine.is_quantized():
                 return None  # Nothing says how far its type is off.
             usual = np.zeros_like(off)
-        verdict = judge(own, version, evidence.answers, usual, max(known.noise, size(usual)))
+        verdict = proof.judge(own, version, evidence.answers, usual, max(known.noise, proof.size(usual)))
         if not known.is_proven or self._is_adapter:
             verdict.check(engine.url, version)
         elif verdict.served != version:
@@ -265,12 +242,12 @@ class Prover:
             log.warning("a worker has the right weights and other answers", url=engine.url, **vars(verdict))
         # Noise grows with what a model learns, and launchers judge by it, too.
         known.usual = off
-        evidence.noise = max(evidence.noise, size(off))
+        evidence.noise = max(evidence.noise, proof.size(off))
         return verdict
 
     def _note(self, known: Known, usual: Answers) -> None:
         """Note by how much the answers of a worker differ that certainly serves the version."""
-        known.usual, known.noise = usual, size(usual)
+        known.usual, known.noise = usual, proof.size(usual)
         self._evidence.noise = max(self._evidence.noise, known.noise)
 
     def metrics(self, verdicts: Sequence[Verdict], refused: int, seconds: float) -> dict[str, float]:
@@ -299,18 +276,19 @@ class Prover:
         records = [error.record for error in errors]
         # A volume that does not answer, or has pruned the version, is not asked again for these.
         with contextlib.suppress(OSError):
-            for path in sorted({*self._store.path(version).glob(REFUSED_FILES)} - self._read):
+            for path in sorted({*self._store.path(version).glob(proof.REFUSED_FILES)} - self._read):
                 self._read.add(path)
                 records.append(orjson.loads(path.read_bytes()))
         for record in records:
             self._counts[record["worker"], version] += 1
             self._workers[record["worker"]] = Known(first=self._workers[record["worker"]].first)
-            log.error(f"worker refused: {sentence(record)}")
+            log.error(f"worker refused: {proof.sentence(record)}")
         self.refusals += records
         twice = [record for record in records if self._counts[record["worker"], version] >= MOST_REFUSALS]
         if records and (are_all or twice):
             who = "all workers fail" if are_all else "a worker fails twice"
-            raise ConfigurationError(f"{who} the proof of a version: {sentence((twice or records)[0])}; {REMEDY}")
+            worst = proof.sentence((twice or records)[0])
+            raise ConfigurationError(f"{who} the proof of a version: {worst}; {REMEDY}")
 
 
 def _dumped(sums: Sums) -> bytes:
@@ -355,7 +333,7 @@ def name_part(kl: float, residual: float, usual: float, staleness: float) -> tup
         staleness: the largest of a group, in versions.
     """
     start = f"kl_behaviour is {kl:.2g} nats a token; with the same version, engine and trainer differ by {residual:.2g}"
-    if residual > max(NOISE_FACTOR * usual, EXACT_NOISE):
+    if residual > max(proof.NOISE_FACTOR * usual, EXACT_NOISE):
         return "numeric", (
             f"{start} nats on its completions and by {usual:.2g} on the fixed text: compare the types in the lines "
             "`computing` of both logs, positions, packing and the model's configuration"

@@ -140,14 +140,11 @@ class Publisher:
             WorkerRefusedError, DependencyLostError: it gave none.
         """
 
-        async def ask(engine: Engine) -> list[list[float]]:
-            adapter = ADAPTER_NAME if self.settings.lora_rank else None
-            return await asyncio.gather(*(engine.rescore(text, adapter) for text in texts))
+        async def ask() -> list[list[float]]:
+            worker, adapter = (await self.registered_workers())[0], ADAPTER_NAME if self.settings.lora_rank else None
+            return await self._with(worker, lambda e: asyncio.gather(*(e.rescore(text, adapter) for text in texts)))
 
-        async def ask_one() -> list[list[float]]:
-            return await self._with((await self.registered_workers())[0], ask)
-
-        return self.services.call(ask_one())
+        return self.services.call(ask())
 
     async def registered_workers(self, awaited: int | None = None, *, serve_it: bool = False) -> list[Worker]:
         """Return the workers that the router knows, once they are at least MIN_WORKERS.
@@ -185,17 +182,6 @@ class Publisher:
                 f"{len(workers)} rollout workers {state} after {PUBLISH_SECONDS:g} s, MIN_WORKERS is {wanted}; see "
                 "the rollout-server's log"
             ) from None
-
-    async def drop_workers(self, workers: Sequence[Worker]) -> None:
-        """Remove workers from the routing; their launchers bring them up to date and register them again."""
-        WORKERS_DROPPED.inc(len(workers))
-        async with router_of(self.settings) as router:
-            for worker in workers:
-                await router.remove(worker.url)
-
-    def engine(self, worker: Worker) -> Engine:
-        """Return a worker's engine, with PUBLISH_SECONDS for each answer."""
-        return worker.engine(self.settings.token, timeout=PUBLISH_SECONDS)
 
     async def _compare_nccl(self, own: str | None) -> None:
         """Give broadcasts up if a worker has another version of NCCL than this process, because no group joins both."""
@@ -243,7 +229,7 @@ class Publisher:
                 )
         else:
             delivery = replace(self._delivery(version, state, workers), check=check)
-            serving = (self._serve(worker, delivery, requests) for worker in workers)
+            serving = (self._with(w, lambda e: e.serve(delivery, requests, PUBLISH_SECONDS)) for w in workers)
             outcomes = await asyncio.gather(*serving, return_exceptions=True)
         outcomes, proofs = await self._prove(version, workers, outcomes)
         pauses = await self._settle(version, workers, outcomes)
@@ -265,10 +251,6 @@ class Publisher:
         if writer.on_gpus is not None and state:
             return writer.on_gpus.delivery(version, workers)
         return from_directory(version, writer.path, is_adapter=is_adapter)
-
-    async def _serve(self, worker: Worker, delivery: Delivery, requests: Requests) -> float:
-        async with self.engine(worker) as engine:
-            return await engine.serve(delivery, requests, PUBLISH_SECONDS)
 
     async def _prove(
         self, version: int, workers: Sequence[Worker], outcomes: Sequence[Outcome]
@@ -298,12 +280,16 @@ class Publisher:
         verdicts = [answer for answer in answers.values() if isinstance(answer, Verdict)]
         return proven, self.prover.metrics(verdicts, len(wrong), time.perf_counter() - started)
 
-    async def _with(self, worker: Worker, ask: Callable[[Engine], Awaitable[T]]) -> T:
-        async with self.engine(worker) as engine:
+    async def _with(self, worker: Worker, ask: Callable[[Engine], Awaitable[T]], seconds: float | None = None) -> T:
+        """Ask a worker's engine, which has ``seconds``, by default PUBLISH_SECONDS, for each answer."""
+        async with worker.engine(self.settings.token, timeout=seconds or PUBLISH_SECONDS) as engine:
             return await ask(engine)
 
     async def _settle(self, version: int, workers: Sequence[Worker], outcomes: Sequence[Outcome]) -> list[float]:
-        """Drop the workers that do not serve the version; return the pauses of the others."""
+        """Remove the workers from the routing that do not serve the version; return the pauses of the others.
+
+        Their launchers bring them up to date and register them again.
+        """
         failed = []
         for worker, outcome in zip(workers, outcomes, strict=True):
             if isinstance(outcome, WorkerRefusedError | DependencyLostError | TimeoutError):
@@ -313,7 +299,10 @@ class Publisher:
             elif isinstance(outcome, BaseException):
                 raise outcome
         if failed:
-            await self.drop_workers(failed)
+            WORKERS_DROPPED.inc(len(failed))
+            async with router_of(self.settings) as router:
+                for worker in failed:
+                    await router.remove(worker.url)
         return [outcome for outcome in outcomes if isinstance(outcome, float)]
 
     def _give_broadcasts_up(self, reason: str, remedy: str, nodes: int) -> None:
@@ -330,8 +319,7 @@ class Publisher:
 
     async def _version_or_none(self, worker: Worker) -> int | None:
         try:
-            async with worker.engine(self.settings.token, timeout=PROBE_SECONDS) as engine:
-                return await engine.version()
+            return await self._with(worker, lambda engine: engine.version(), PROBE_SECONDS)
         except (WorkerRefusedError, DependencyLostError):
             return None
 

@@ -29,17 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.core import machine
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.core.machine import (
-    VISIBLE_GPUS_VARIABLE,
-    keeps_memory,
-    listed_gpus,
-    memory_directory,
-    memory_of_run,
-    release_memory,
-    remove_memory,
-)
 from services.engines.engine import Delivery, Engine
 from services.engines.proof import COMPARED, Evidence, remember
 from services.engines.router import GPUS_LABEL, Worker
@@ -146,8 +138,8 @@ class VersionWriter:
             share = measured.share(self.ranks)
             self.metrics = {} if share is None else {"publish_share": share}
         # The version was gathered in memory that workers on the same machine and GPUs need for the new weights.
-        if not keeps_memory(self.settings.keep_memory):
-            release_memory()
+        if not machine.keeps_memory(self.settings.keep_memory):
+            machine.release_memory()
         if self.settings.engine_sleeps:
             torch.cuda.empty_cache()
 
@@ -279,8 +271,8 @@ class HostMemory:
 
     def __init__(self, policy_dir: Path) -> None:
         """Begin without a version; remove what a trainer of this run left that was killed."""
-        remove_memory(policy_dir)
-        self._run = memory_of_run(policy_dir).name
+        machine.remove_memory(policy_dir)
+        self._run = machine.memory_of_run(policy_dir).name
         self._directory: Path | None = None
 
     def write(self, version: int, save: Save) -> Path:
@@ -289,17 +281,18 @@ class HostMemory:
         Raises:
             ConfigurationError: there is no room.
         """
+        memory = machine.memory_directory()
         try:
             self.remove()
             # Of a new name, because others may have made a known one, and an engine that is late must find nothing.
-            self._directory = Path(tempfile.mkdtemp(prefix=f"{self._run}-v{version:06d}-", dir=memory_directory()))
+            self._directory = Path(tempfile.mkdtemp(prefix=f"{self._run}-v{version:06d}-", dir=memory))
             save(self._directory)
         except (OSError, DiskFullError) as error:
             self.remove()
             raise ConfigurationError(
-                f"PUBLISH_TRANSPORT=local: {memory_directory()} has no room for a policy version ({error}), "
-                f"{shutil.disk_usage(memory_directory()).free / 1e9:.2f} GB are free; give it more (--shm-size of "
-                "docker, a memory volume on Kubernetes), or set PUBLISH_TRANSPORT=disk"
+                f"PUBLISH_TRANSPORT=local: {memory} has no room for a policy version ({error}), "
+                f"{shutil.disk_usage(memory).free / 1e9:.2f} GB are free; give it more (--shm-size of docker, a memory "
+                "volume on Kubernetes), or set PUBLISH_TRANSPORT=disk"
             ) from error
         return self._directory
 
@@ -419,5 +412,5 @@ def fixed_segments() -> Iterator[None]:
 def _gpu_name(device: torch.device) -> str:
     """Return a GPU's name in CUDA_VISIBLE_DEVICES, by which launchers call it, too."""
     index = device.index or 0
-    listed = listed_gpus(os.environ.get(VISIBLE_GPUS_VARIABLE, ""))
+    listed = machine.listed_gpus(os.environ.get(machine.VISIBLE_GPUS_VARIABLE, ""))
     return listed[index] if listed else str(index)

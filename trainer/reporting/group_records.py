@@ -16,17 +16,8 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write, saved_steps
 from services.core.logs import get_logger
-from services.protocol.groups import (
-    Group,
-    GroupFormatError,
-    first_part,
-    joined,
-    pack,
-    pack_sequences,
-    split,
-    unpack,
-    unpack_sequences,
-)
+from services.protocol import groups as wire
+from services.protocol.groups import Group, GroupFormatError
 from trainer.checkpoints.state import Computation
 from trainer.config import TrainerSettings
 
@@ -105,7 +96,7 @@ class GroupRecords:
         """
         try:
             with _path(self.directory, step).open("rb") as stream:
-                return _head(first_part(stream))
+                return _head(wire.first_part(stream))
         except (OSError, GroupFormatError) as error:
             raise self._unreadable(step, error) from error
 
@@ -125,11 +116,11 @@ class GroupRecords:
     def _contents(self, step: int) -> dict[str, Group]:
         """Return the groups that the file of a step has by their ids."""
         try:
-            head, *parts = split(_path(self.directory, step).read_bytes())
+            head, *parts = wire.split(_path(self.directory, step).read_bytes())
             entries = [entry for entry in _head(head).groups if entry.step is None]
             if len(parts) != len(entries):
                 raise GroupFormatError(f"it has {len(parts)} of {len(entries)} groups")
-            return {group.group_id: group for group in map(unpack, parts)}
+            return {group.group_id: group for group in map(wire.unpack, parts)}
         except (OSError, GroupFormatError, ValidationError) as error:
             raise self._unreadable(step, error) from error
 
@@ -218,8 +209,8 @@ class GroupRecorder:
         included = [entry.group_id for entry in entries if entry.step is None]
         settings = self._settings.model_dump(mode="json", exclude_unset=True, exclude=NOT_SETTINGS)
         head = StepHead.model_validate({"step": step, "settings": settings, "groups": entries, **fields})
-        parts = [pack_sequences(head.model_dump(mode="json"), []), *(pack(by_id[group_id]) for group_id in included)]
-        if not self._put(step, joined(parts)):
+        packed = [wire.pack(by_id[group_id]) for group_id in included]
+        if not self._put(step, wire.joined([wire.pack_sequences(head.model_dump(mode="json"), []), *packed])):
             return len(trained)
         self._steps.append(step)
         self._ids = {s: ids for s, ids in self._ids.items() if s > step - self._reach} | {step: set(included)}
@@ -262,6 +253,6 @@ def _path(directory: Path, step: int) -> Path:
 
 def _head(part: bytes | memoryview) -> StepHead:
     try:
-        return StepHead.model_validate(unpack_sequences(part)[0])
+        return StepHead.model_validate(wire.unpack_sequences(part)[0])
     except ValueError as error:
         raise GroupFormatError(str(error)) from error

@@ -94,23 +94,18 @@ class Batch:
         ids = {group.group_id for group in self.groups}
         new = [group for group in reply.groups if group.group_id not in ids]
         self.prompts_used += reply.dropped_stale + len(new)
-        return new, self.take(new)
-
-    def take(self, leased: Sequence[Group]) -> list[Group]:
-        """Take in groups from the queue of fresh groups, and return those that are kept."""
         kept = []
-        for group in leased:
-            source = group.prompt.source
+        for group in new:
             may_drop = self._dropped[source] < self.settings.dynamic_sampling_tries * self.quotas[source]
             if may_drop and not self._has_signal(group):
                 self._dropped[source] += 1
             elif self.is_counted(group):
                 kept.append(group)
-        if len(kept) < len(leased):
-            self.count("groups_resampled", _by_source(leased) - _by_source(kept))
-        self.scored += leased
+        if len(kept) < len(new):
+            self.count("groups_resampled", _by_source(new) - _by_source(kept))
+        self.scored += new
         self.groups += kept
-        return kept
+        return new, kept
 
     def count(self, name: str, by_source: Mapping[str, int]) -> None:
         """Count groups by their source: in the metric of that name, and with SOURCES in that of each source."""
@@ -152,22 +147,15 @@ class FreshQueue:
     """Groups on lease from the replay-buffer's queue; a lease is acknowledged once its groups were trained on."""
 
     def __init__(
-        self,
-        settings: TrainerSettings,
-        data: DataClient,
-        replay: ReplayClient,
-        judge: Callable[[Sequence[Group]], None],
-        collector: asyncio.Task[None] | None = None,
+        self, settings: TrainerSettings, data: DataClient, replay: ReplayClient, judge: Callable[[list[Group]], None]
     ) -> None:
-        """Wrap the queue; ``judge`` gets each lease's new groups, and raises an error if the run can learn nothing.
-
-        ``collector`` is the task of the collector in this process, None when all run elsewhere.
-        """
+        """Wrap the queue; ``judge`` gets each lease's new groups, and raises an error if the run can learn nothing."""
         self.settings = settings
         self.data = data
         self.replay = replay
         self.judge = judge
-        self.collector = collector
+        self.collector: asyncio.Task[None] | None = None
+        """The task of the collector in this process; None when all run elsewhere."""
         self._leases: list[str] = []
         self._has_begun = False
         """False before the first request, which ends the leases of a trainer that was killed."""

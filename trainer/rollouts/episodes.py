@@ -72,12 +72,9 @@ class Episodes(Sampler):
             settings,
             patience=settings.service_deadline_seconds,
         )
-        self._places = asyncio.Semaphore(settings.agent_concurrency or self._at_once)
-
-    @property
-    def _at_once(self) -> int:
-        """The number of episodes that are played at once if AGENT_CONCURRENCY is unset; programs take memory."""
-        return programs_at_once() if self.settings.rollout is Rollout.PROGRAM else EPISODES_AT_ONCE
+        # Programs take memory.
+        usual = programs_at_once() if settings.rollout is Rollout.PROGRAM else EPISODES_AT_ONCE
+        self._places = asyncio.Semaphore(settings.agent_concurrency or usual)
 
     @abstractmethod
     async def play(self, prompt: Prompt, n: int, request: Callable[[int], CreateSessionRequest]) -> list[Outcome]:

@@ -51,16 +51,12 @@ class Evaluator:
     """An evaluation of the policy that rollout workers serve, on each source's first EVAL_PROMPTS held-out prompts."""
 
     def __init__(
-        self,
-        settings: TrainerSettings,
-        data: DataClient,
-        samplers: Mapping[str, Sampler],
-        activity: Activity | None = None,
+        self, settings: TrainerSettings, data: DataClient, samplers: Mapping[str, Sampler], activity: Activity
     ) -> None:
         self.settings = settings
         self.data = data
         self.makers = makers_of(settings, samplers)
-        self.activity = activity or Activity()
+        self.activity = activity
         self.samples: list[dict[str, Any]] = []
         """Greedy completions of the newest evaluation's first prompts of each source, the same ones each time."""
         self.failure: str | None = None

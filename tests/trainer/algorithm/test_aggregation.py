@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,15 +77,14 @@ def aggregated(losses: Tensor, batch: Ragged, method: Aggregation, start: int = 
     ids = batch.sequence_ids
     own = (ids >= start) & (ids < end)
     of_groups = torch.tensor([sum(batch.lengths[i : i + G]) for i in range(0, batch.n_sequences, G)])
-    return aggregate(
-        losses[own],
-        ids[own] - start,
-        end - start,
-        method,
-        group_tokens=of_groups[ids[own] // G],
-        step=StepSize(sum(batch.lengths), batch.n_sequences, groups=int((of_groups > 0).sum())),
-        constant_length=17,
-    )
+    part = micro_batch(ids[own] - start, end - start, of_groups[ids[own] // G])
+    step = StepSize(sum(batch.lengths), batch.n_sequences, groups=int((of_groups > 0).sum()))
+    return aggregate(losses[own], part, method, step, 17)
+
+
+def micro_batch(sequence_ids: Tensor, n_sequences: int, group_tokens: Tensor) -> Any:
+    """Return a micro-batch as far as an aggregation reads it."""
+    return SimpleNamespace(sequence_ids=sequence_ids, n_sequences=n_sequences, group_tokens=group_tokens)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -118,6 +119,6 @@ def test_a_step_cut_into_micro_batches_adds_up_to_the_same_loss(
 @pytest.mark.parametrize("method", list(Aggregation))
 def test_the_loss_of_no_tokens_is_0_and_can_be_differentiated(method: Aggregation) -> None:
     losses, none = torch.tensor([], requires_grad=True), torch.tensor([]).long()
-    result = aggregate(losses, none, 0, method, group_tokens=none, step=StepSize(0, 0), constant_length=1)
+    result = aggregate(losses, micro_batch(none, 0, none), method, StepSize(0, 0), 1)
     result.backward()
     assert result.item() == 0

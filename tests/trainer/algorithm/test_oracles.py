@@ -60,15 +60,9 @@ def trl() -> Any:
 
 
 def aggregated(losses: Tensor, batch: Ragged, method: Aggregation, constant_length: int = 16) -> Tensor:
-    return aggregate(
-        losses,
-        batch.sequence_ids,
-        batch.n_sequences,
-        method,
-        group_tokens=torch.ones_like(losses),
-        step=StepSize(sum(batch.lengths), batch.n_sequences),
-        constant_length=constant_length,
-    )
+    ones = torch.ones_like(losses)
+    part: Any = SimpleNamespace(sequence_ids=batch.sequence_ids, n_sequences=batch.n_sequences, group_tokens=ones)
+    return aggregate(losses, part, method, StepSize(sum(batch.lengths), batch.n_sequences), constant_length)
 
 
 def random_rewards(seed: int) -> tuple[Tensor, Tensor]:

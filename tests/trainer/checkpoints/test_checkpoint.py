@@ -216,7 +216,7 @@ def test_a_checkpoint_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(
     for link in (directory / "step-000001", directory / "step-000002", directory / ".step-000002.replaced"):
         link.symlink_to(tmp_path / target)
     for step in (2, 3):
-        store.save(learner.policy, learner.optimizer, run_state(learner, step), wait=True)
+        store.save(learner, run_state(learner, step), wait=True)
     assert [(path.name, path.is_symlink()) for path in directory.iterdir()] == [("step-000003", False)]
     assert (elsewhere / "mine").exists()
 
@@ -250,7 +250,7 @@ def test_the_last_ones_and_the_best_are_kept(alone: Ranks, model: Path, tmp_path
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 2, alone)
     for step in range(1, 6):
-        store.save(learner.policy, learner.optimizer, run_state(learner, step, best_step=min(step, 2)), wait=True)
+        store.save(learner, run_state(learner, step, best_step=min(step, 2)), wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
 
 
@@ -260,10 +260,10 @@ def test_a_damaged_one_of_a_later_step_takes_no_place_of_those_that_are_kept(
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 1, alone)
     for step in (1, 9):
-        store.save(learner.policy, learner.optimizer, run_state(learner, step, best_step=1), wait=True)
+        store.save(learner, run_state(learner, step, best_step=1), wait=True)
     cut_short(tmp_path / "step-000009")
     for step in (2, 3):
-        store.save(learner.policy, learner.optimizer, run_state(learner, step), wait=True)
+        store.save(learner, run_state(learner, step), wait=True)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}", "step-000009"]
 
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, 
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 1, alone)
     before = rank_jobs.weights_of(learner.policy)
-    store.save(learner.policy, learner.optimizer, run_state(learner, 1))
+    store.save(learner, run_state(learner, 1))
     learner.update(GROUPS, 0)  # changes the weights while those of before are being written
     state = store.finish()
     assert state is not None
@@ -295,7 +295,7 @@ def test_no_checksum_is_computed_while_training_waits(
         return checksum(file)
 
     monkeypatch.setattr(checkpoint, "_checksum", slow_checksum)
-    store.save(learner.policy, learner.optimizer, run_state(learner, 1))
+    store.save(learner, run_state(learner, 1))
     assert reached.wait(IDLE_SECONDS)
     assert store.poll() is None, "the checkpoint is not in place before its checksums are"
     learner.update(GROUPS, 0)

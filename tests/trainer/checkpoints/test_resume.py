@@ -43,7 +43,7 @@ def start(ranks: Ranks, directory: Path, model: Path, data: DataStats) -> tuple[
     """Do as a trainer before its first step: return the state to go on from, the checkpoints and the learner."""
     learner = make_learner(ranks, model, shared_dir=directory, run_id="r")
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, ranks)
-    return resume(learner.settings, ranks, learner.policy, data, learner, checkpoints), checkpoints, learner
+    return resume(learner, checkpoints, data), checkpoints, learner
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def begun(alone: Ranks, tmp_path: Path, model: Path) -> Path:
     """The directory of a run with a checkpoint of step 3."""
     state, checkpoints, learner = start(alone, tmp_path, model, stats())
     state.step = 3
-    checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
+    checkpoints.save(learner, state, wait=True)
     return learner.settings.run_dir
 
 
@@ -154,7 +154,7 @@ def test_no_version_is_used_twice_in_asynchronous_mode(
     store.commit(6)
     store.begin(7)
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, alone)
-    state = resume(learner.settings, alone, learner.policy, stats(), learner, checkpoints)
+    state = resume(learner, checkpoints, stats())
     assert state.policy_version == version
     left = [] if mode == "sync" else ["v000006"]
     assert [path.name for path in store.policy_dir.iterdir()] == left, "nothing of the version that was not finished"

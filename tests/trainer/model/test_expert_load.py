@@ -15,7 +15,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_model, random_groups, random_trees, save_model
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Layout
-from trainer.model.expert_load import COLUMN, ExpertLoad
+from trainer.model.policy import EXPERT_COLUMN, ExpertLoad
 from trainer.model.ranks import Ranks
 
 GROUPS = [*random_groups(1, n_groups=3), *random_trees(2, n_groups=2)]
@@ -67,9 +67,9 @@ def loads_of(ranks: Ranks, model: Path) -> list[tuple[float, float]]:
         settings: dict[str, Any] = {"layout": "tree", "learning_rate": 1e-12} | way
         learner = rank_jobs.make_learner(laid_out, model, **settings)
         learner.policy.expert_load.__class__ = Counted
-        metric = learner.update(GROUPS, 0).metrics[COLUMN]
+        metric = learner.update(GROUPS, 0).metrics[EXPERT_COLUMN]
         found.append((metric, cast("Counted", learner.policy.expert_load).choices))
-        assert COLUMN not in learner.update([], 0).metrics
+        assert EXPERT_COLUMN not in learner.update([], 0).metrics
     return found
 
 

@@ -423,7 +423,7 @@ def test_groups_with_tokens_that_the_model_does_not_know_are_left_out_and_counte
         bad = broken(bad, completion_ids=[2, token], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
     with structlog.testing.capture_logs() as logs:
         trained = rank_jobs.update(alone, model, {}, [bad, *groups])
-    assert trained.result.refused == trained.result.metrics["groups_refused"] == 1
+    assert trained.result.metrics["groups_refused"] == 1
     told = [(line["group_id"], line["ids"], line["vocabulary"]) for line in logs if "group_id" in line]
     assert told == [("bad", [token], VOCABULARY)]
     assert_same_gradients(trained.gradients, rank_jobs.update(alone, model, {}, groups).gradients, 1e-6)
@@ -437,8 +437,9 @@ def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path
     learner = make_learner(alone, model, micro_batch_tokens=40, shard_parameters=shards)
     answers = iter([False, True])
     passes, before = count_passes(learner), weights_of(learner.policy)
+    learner.training.should_stop = lambda: next(answers)
     with pytest.raises(StopRequestedError):
-        learner.update(random_groups(9), 0, should_stop=lambda: next(answers))
+        learner.update(random_groups(9), 0)
     assert len(passes) == 1
     assert_same_weights(weights_of(learner.policy), before)
     assert all(p.grad is None for p in learner.policy.parameters())
@@ -447,7 +448,8 @@ def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path
 def test_a_request_to_stop_comes_too_late_after_the_first_optimizer_step(alone: Ranks, model: Path) -> None:
     learner = make_learner(alone, model, importance_correction="none", updates_per_batch=2)
     passes = count_passes(learner)
-    assert learner.update(random_groups(9), 0, should_stop=lambda: bool(passes)).steps == 2
+    learner.training.should_stop = lambda: bool(passes)
+    assert learner.update(random_groups(9), 0).steps == 2
 
 
 def test_what_one_rank_is_asked_all_do(model: Path) -> None:

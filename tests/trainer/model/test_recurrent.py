@@ -220,7 +220,7 @@ def test_a_step_is_the_same_by_either_layout(
         settings = TrainerSettings(model_name=str(model), layout=layout, micro_batch_tokens=1000, **options)
         ranks = alone.laid_out(layout)
         policy = load_policy(settings, ranks)
-        updates.append(Learner(settings, policy, ranks, None, 1).update(THREE_LEVELS, 0).metrics)
+        updates.append(Learner(settings, policy, ranks, 1).update(THREE_LEVELS, 0).metrics)
         weights.append({name: x.detach().clone() for name, x in policy.named_parameters()})
     assert updates[0] == pytest.approx(updates[1], abs=1e-5)
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)

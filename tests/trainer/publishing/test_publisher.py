@@ -21,6 +21,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
+from services.core import machine
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.machine import memory_directory, memory_of_run
 from services.core.tasks import InterruptedCallError, ServiceThread
@@ -149,7 +150,7 @@ def test_memory_is_released_when_the_version_is_written_and_before_workers_load_
     with ExitStack() as stack:
         volume = ForgetfulVolume(publisher.writer.store, 0, stack, monkeypatch)
         monkeypatch.setattr(
-            module, "release_memory", lambda: released.append((publisher.writer.store.path(1).is_dir(), volume.loads))
+            machine, "release_memory", lambda: released.append((publisher.writer.store.path(1).is_dir(), volume.loads))
         )
         publisher.publish(1)
     assert volume.loads == 1
@@ -408,7 +409,7 @@ def test_the_saved_model_is_the_last_published_version_byte_for_byte(
     change(learner.policy, 1e-4)
     writer.write(1)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2, alone[0])
-    RankCalls(learner.settings, alone[0], learner, writer, checkpoints, lambda: False).save_model()
+    RankCalls(learner.settings, alone[0], learner, writer, checkpoints).save_model()
     saved = (learner.settings.run_dir / "model" / "model.safetensors").read_bytes()
     assert saved == (writer.store.path(1) / "model.safetensors").read_bytes()
     if publish_type == "float32":

@@ -28,10 +28,10 @@ from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, wait_until
-from trainer.checkpoints.run_checkpoints import count_parameters
 from trainer.config import TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.model import saving
+from trainer.model.loading import count_parameters
 from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.publishing import broadcast

@@ -98,8 +98,11 @@ async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(
     publisher: Publisher, worker: FakeService
 ) -> None:
     # More than any request to a worker takes otherwise.
-    async with publisher.engine(Worker(id="w", url=worker.endpoint.url, is_healthy=True)) as control:
-        assert control.timeout == module.PUBLISH_SECONDS
+    async def timeout(engine: Any) -> float:
+        return engine.timeout
+
+    asked = publisher._with(Worker(id="w", url=worker.endpoint.url, is_healthy=True), timeout)
+    assert await asked == module.PUBLISH_SECONDS
 
 
 async def test_a_worker_that_falls_asleep_is_marked_before_its_memory_goes(

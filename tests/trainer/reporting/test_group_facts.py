@@ -11,7 +11,6 @@ from services.protocol.groups import Group, TokenSequence
 from services.protocol.rewards import FinishReason, RewardResult, RewardStatus
 from services.run_page.diagnosis import question_key
 from tests.sequences import make_group
-from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.config.objective import Objective
 from trainer.reporting.group_facts import GroupFacts
@@ -70,7 +69,8 @@ def test_rewards_are_counted_with_and_without_a_call_of_an_offered_tool() -> Non
 def test_advantages_and_surprise_are_those_of_groups_with_a_signal() -> None:
     settings = TrainerSettings.load(run_id="r")
     groups = [group("a", answer([7, END], 1.0), answer([8, END], 0.0)), group("b", *[answer([7, END], 1.0)] * 2)]
-    trained = Objective(settings).with_advantages([training_group(one) for one in groups])
+    objective = Objective(settings)
+    trained = objective.with_advantages([objective.training_group(one) for one in groups])
     found = GroupFacts(settings, {SPECIAL, END}, {END}).of_step(groups, trained)
     assert found["advantage"] == pytest.approx([1.0, 1.0])
     assert found["surprise"] == [4.0, 8.0, 16.0]

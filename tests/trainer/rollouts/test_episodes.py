@@ -34,6 +34,7 @@ from services.protocol.rewards import RewardResult, RewardStatus
 from services.protocol.sessions import DEADLINE, Trace
 from services.relay import Relay
 from services.run_page.directory import FIRST_FAILURE
+from services.run_page.progress import Activity
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
@@ -204,7 +205,7 @@ class Stage:
         return GroupMaker(settings, self.sampler(settings))
 
     def evaluator(self, settings: TrainerSettings) -> Evaluator:
-        return Evaluator(settings, self.data_client, {"": self.sampler(settings)})
+        return Evaluator(settings, self.data_client, {"": self.sampler(settings)}, Activity())
 
     def group(self, agent: Any, prompt: Prompt = PROMPT, /, **fields: Any) -> Group:
         made = self.thread.call(self.maker(agent, **fields).make_group(prompt))

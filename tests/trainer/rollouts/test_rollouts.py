@@ -28,6 +28,7 @@ from services.http.client import RequestRefusedError
 from services.protocol.prompts import Cursor
 from services.protocol.rewards import RewardStatus
 from services.run_page.directory import FIRST_FAILURE
+from services.run_page.progress import Activity
 from tests.fake_service import FakeService, Route, fake_service
 from tests.waiting import IDLE_SECONDS
 from trainer.checkpoints.state import Fingerprint, RunState, describe_accuracy
@@ -150,7 +151,7 @@ class Services:
 
     def evaluate(self, **fields: Any) -> tuple[dict[str, float], Evaluator]:
         settings = self.settings(**fields)
-        evaluator = Evaluator(settings, self.clients.data, {"": self.sampler(settings)})
+        evaluator = Evaluator(settings, self.clients.data, {"": self.sampler(settings)}, Activity())
         return self.thread.call(evaluator.evaluate()), evaluator
 
 

@@ -21,6 +21,7 @@ from services.environment_server.settings import EnvironmentSettings
 from services.protocol.groups import Group, TokenSequence, Turn
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardStatus
+from services.run_page.progress import Activity
 from tests.fake_service import FakeService, fake_service
 from tests.sequences import trained_sequence
 from tests.services.run_page.serving import served_ready
@@ -118,7 +119,7 @@ def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch
 
     monkeypatch.setattr(Evaluator, "_prompts", prompts)
     settings = TrainerSettings.load(rollout="environment", max_new_tokens=9)
-    evaluator = Evaluator(settings, stage.data, {"": stage.sampler(settings)})
+    evaluator = Evaluator(settings, stage.data, {"": stage.sampler(settings)}, Activity())
     metrics = stage.thread.call(evaluator.evaluate())
     assert (metrics["eval_environment_legal_moves"], metrics["eval_environment_optimal_moves"]) == (1.0, 1.0)
     assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (3, 0)

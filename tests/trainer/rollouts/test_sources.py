@@ -17,6 +17,7 @@ from services.core.sources import Schedule
 from services.protocol.accuracy import GREEDY, Estimate
 from services.protocol.groups import Group
 from services.protocol.prompts import Prompt
+from services.protocol.replay import LeaseReply
 from services.protocol.rewards import RewardResult, RewardStatus
 from tests.sequences import make_group
 from trainer.checkpoints.state import RunState, note_accuracy
@@ -92,7 +93,9 @@ def test_dynamic_sampling_refills_from_the_same_source_a_bounded_number_of_times
     assert not batch.missing
     queued = Batch(Objective(mix(batch_size=3, dynamic_sampling_tries=1)), {"a": 2, "b": 1})
     # Each source has tries of its own: a may drop as many groups as it has in the step.
-    assert [len(queued.take([made(source, *flat)])) for source in ("b", "a", "a", "a", "b")] == [0, 0, 0, 1, 1]
+    leased = [(source, made(source, *flat, name=str(n))) for n, source in enumerate(("b", "a", "a", "a", "b"))]
+    replies = [(source, LeaseReply(lease_id="l", groups=[group])) for source, group in leased]
+    assert [len(queued.take_leased(*reply)[1]) for reply in replies] == [0, 0, 0, 1, 1]
     assert queued.missing == {"a": 1}
 
 
