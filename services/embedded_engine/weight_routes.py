@@ -8,8 +8,6 @@ and their version. One adapter can be loaded at a time; it replaces no weights.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 from asyncio import wrap_future
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -190,7 +188,7 @@ class WeightsReceiver:
     def map_shared(self, body: UpdateFromTensor) -> None:
         """Add the tensors of a bucket in the trainer's memory, which stay there until they are packed."""
         with self._part() as update:
-            tensors = unpack_bucket(_decoded(body.serialized_named_tensors[0]))
+            tensors = unpack_bucket(body.serialized_named_tensors[0])
             check(self._architecture, _shapes(tensors), "the update", is_complete=False)
         update.add(tensors, body)
 
@@ -238,14 +236,6 @@ class WeightsReceiver:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _decoded(text: str) -> bytes:
-    """Return the bytes of a text in base64; WeightsError if it is something else."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise WeightsError(f"serialized_named_tensors is not base64: {error}") from error
 
 
 def _receiver(http: Request) -> WeightsReceiver:

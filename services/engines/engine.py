@@ -7,7 +7,6 @@ engine has the same routes. docs/architecture.md says more.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import re
 import sys
@@ -413,15 +412,15 @@ class Engine(HttpClient):
         }
         await self._ask("POST", "/update_weights_from_distributed", payload)
 
-    async def receive_shared(self, buckets: Sequence[bytes], version: int | None) -> None:
+    async def receive_shared(self, buckets: Sequence[str], version: int | None) -> None:
         """Copy tensors out of the memory of GPUs that the engine shares with the trainer.
 
         Args:
-            buckets: the pickle of ``pack_bucket`` for each tensor-parallel rank.
+            buckets: the text of ``pack_bucket`` for each tensor-parallel rank.
             version: the policy version with the last call of an update, None with the others.
         """
         payload = {
-            "serialized_named_tensors": [base64.b64encode(bucket).decode() for bucket in buckets],
+            "serialized_named_tensors": list(buckets),
             "load_format": "flattened_bucket",
             "flush_cache": True,
             "weight_version": None if version is None else str(version),
