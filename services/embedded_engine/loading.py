@@ -19,7 +19,7 @@ from services.core.logs import get_logger
 from services.core.models import model_files
 from services.embedded_engine.families import is_known, read_config
 from services.embedded_engine.kv_cache import KVCache, Rows
-from services.embedded_engine.model import Model, pack_weights
+from services.embedded_engine.model import Model
 from services.embedded_engine.weights import Architecture, TensorNames, WeightsError, read_directory
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineSettings
 from services.weights.digests import digest
@@ -170,8 +170,7 @@ def _make_model(
         model = AnyModel(architecture, tensors, dtype, device, context_length, end_ids)
         cache = StateCache(max_tokens, max_running, joins=model.joins, keeps=model.continues, end_ids=end_ids)
         return model, cache
-    weights = pack_weights(architecture, tensors, dtype, device)
-    own = Model(config, weights, dtype, device, context_length)
+    own = Model(config, tensors, dtype, device, context_length)
     return own, KVCache(architecture, max_tokens, max_running, dtype, device)
 
 
