@@ -17,7 +17,7 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.models import model_files
-from services.embedded_engine.families import is_known, read_config
+from services.embedded_engine.families import is_known
 from services.embedded_engine.kv_cache import KVCache
 from services.embedded_engine.model import Model
 from services.embedded_engine.state_cache import StateCache
@@ -159,7 +159,7 @@ def _make_model(
 ) -> tuple[CausalModel, Cache]:
     """Return the model with the weights of a directory, and its cache for ``max_tokens`` tokens."""
     max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
-    is_own = is_known(read_config(directory))
+    is_own = is_known(directory)
     if is_own:
         architecture: Any = Architecture(config)
     else:
