@@ -283,7 +283,7 @@ class EnvironmentClient:
                         return server, reply
                     reason = f"{server.url} is refused: {differences(reply.environment, expected)}"
                     log.warning("an environment-server is refused", reason=reason)
-                self._note_failure(server)
+                self._failed[server.url] = time.monotonic()
             if time.monotonic() > end:
                 raise DependencyLostError(f"no environment-server began an episode: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
@@ -308,13 +308,9 @@ class EnvironmentClient:
             except DependencyLostError as error:
                 waited = time.monotonic() - began
                 if waited > self.deadline or (waited > patience and not await server.is_healthy()):
-                    self._note_failure(server)
+                    self._failed[server.url] = time.monotonic()
                     return _lost(item.episode, str(error))
             await asyncio.sleep(PAUSE_SECONDS)
-
-    def _note_failure(self, server: EnvironmentServer) -> None:
-        """Make a server the last choice for a while."""
-        self._failed[server.url] = time.monotonic()
 
     async def _recover(self, episode: ServedEpisode, action: wire.Action, lost: wire.StepResult) -> wire.StepResult:
         """Return the result of an action at which an episode was lost, after further attempts elsewhere."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import Counter as Tally
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -208,6 +207,7 @@ class Calls:
         Raises:
             ProblemError: 400, the engine refuses the prompt; 429, no engine answered before the deadline.
         """
+        aborted: list[int] = []
 
         async def choice(index: int) -> TokenSequence | Exception:
             rid = f"{call.name}-{derive_seed(session.id):x}-{index}"
@@ -220,26 +220,19 @@ class Calls:
                     {**call.sampling, **seeded},
                     rid,
                     session.seconds_left,
-                    lambda tokens: lose("aborted", tokens),
+                    aborted,
                     session.request.lora_path,
                 )
             except Exception as error:  # noqa: BLE001  # raised below, once the other choices are there
                 return error
 
-        lost: Tally[str] = Tally()
-
-        def lose(reason: str, tokens: int) -> None:
-            lost[reason] += tokens
-
         # A task for the only choice would take three more turns of the event loop.
         answers = [await choice(0)] if request.n == 1 else await asyncio.gather(*map(choice, range(request.n)))
         completions = [answer for answer in answers if isinstance(answer, TokenSequence)]
         failures = [answer for answer in answers if isinstance(answer, Exception)]
+        await self._lose(session, "aborted", sum(aborted))
         if failures:
-            lose("incomplete", sum(completion.tokens for completion in completions))
-        for reason, tokens in lost.items():
-            await self._lose(session, reason, tokens)
-        if failures:
+            await self._lose(session, "incomplete", sum(completion.tokens for completion in completions))
             _refuse_failed(session, failures[0])
         return completions
 
@@ -326,7 +319,7 @@ class EngineClient:
         sampling: dict[str, Any],
         rid: str,
         seconds: float,
-        on_aborted: Callable[[int], None],
+        aborted: list[int],
         lora_path: str | None = None,
     ) -> TokenSequence:
         """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
@@ -337,7 +330,7 @@ class EngineClient:
             sampling: the parameters of sampling; see ``Engine.generate_body``.
             rid: the request's id; the number of the attempt is appended.
             seconds: for all attempts.
-            on_aborted: called with the number of tokens of each aborted completion.
+            aborted: gets the number of tokens of each aborted completion.
             lora_path: name of the LoRA adapter to sample with; None: the model alone.
 
         Raises:
@@ -353,7 +346,7 @@ class EngineClient:
                     completion = await self._ask(session_id, body, left)
                     if completion.finish_reason is not FinishReason.ABORT and completion.tokens:
                         return completion
-                    on_aborted(completion.tokens)
+                    aborted.append(completion.tokens)
                     reason, failure = "aborted", "the engine aborted the request"
                 except DependencyLostError as error:
                     reason, failure = "lost", str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from pydantic import BeforeValidator
@@ -38,20 +38,14 @@ def named_event(content: Mapping[str, Any]) -> bytes:
     return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(content) + b"\n\n"
 
 
-class HasText(Protocol):
-    """A part of a message's content."""
-
-    text: str
-
-
 AS_PARTS = BeforeValidator(
     lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 )
 """Makes a list of parts of content that is text."""
 
 
-def joined_text(parts: Iterable[HasText]) -> str:
-    """Return the text of all parts."""
+def joined_text(parts: Iterable[Any]) -> str:
+    """Return the text of all parts of a content."""
     return "".join(part.text for part in parts)
 
 

@@ -71,6 +71,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
         self._creating = asyncio.Lock()
+        SESSIONS.set_function(lambda: len(self._sessions))
 
     async def __aenter__(self) -> Self:
         """Load the tokenizer and the open sessions.
@@ -90,7 +91,6 @@ class Gateway:
                 continue
             assert session is not None
             self._sessions[session_id] = session
-        SESSIONS.set(len(self._sessions))
         self._expiring = asyncio.create_task(self._expire_late_ones())
         log.info("loaded", directory=str(self.settings.directory), open_sessions=len(self._sessions))
         return self
@@ -170,7 +170,6 @@ class Gateway:
                 session = Session(request, time.time())
                 await self._store.write((_INSERT_SESSION, (request.id, request.model_dump_json(), session.created)))
                 self._sessions[request.id] = session
-                SESSIONS.set(len(self._sessions))
         if session.request != request:
             raise ProblemError(409, f"session {request.id} was opened by another request: give each episode its own id")
         return session.reply()
@@ -238,7 +237,6 @@ class Gateway:
                 await self._store.enter(TRACED_TOKENS, session.sampled_tokens, finish, *deletions)
                 session.reward, session.reason, session.is_finished = request.reward, request.reason, True
                 self._sessions.pop(session_id, None)
-                SESSIONS.set(len(self._sessions))
         return session.trace()
 
     async def delete(self, session_id: str, reason: str = "deleted") -> None:
@@ -253,7 +251,6 @@ class Gateway:
             await self._store.lose(reason, lost, *statements)
             session.is_finished = True
             self._sessions.pop(session_id, None)
-            SESSIONS.set(len(self._sessions))
 
     async def expire(self, now: float) -> None:
         """Delete the sessions whose deadline was more than GRACE_SECONDS before ``now``, in Unix seconds."""

@@ -126,7 +126,7 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
         raise ProblemError(400, detail, headers, error={"code": "thread", "details": details})
     request = validated(_Request, body)
     messages = [chat for message in request.messages for chat in message.as_chat()]
-    if system := without_billing("".join(block.text for block in request.system)):
+    if system := without_billing(joined_text(request.system)):
         messages.insert(0, {"role": "system", "content": system})
     chat = {
         "model": request.model,

@@ -38,7 +38,7 @@ def counts(nodes: Nodes, ranks: range, name: str) -> list[int]:
 
 async def turn(client: EngineClient, session: str, ids: list[int], number: int) -> TokenSequence:
     sampling = {"max_new_tokens": 10 + 7 * number, "ignore_eos": True}
-    return await client.sample(session, ids, sampling, f"{session}-{number}", IDLE_SECONDS, lambda _: None)
+    return await client.sample(session, ids, sampling, f"{session}-{number}", IDLE_SECONDS, [])
 
 
 async def play(client: EngineClient, number: int) -> int:
