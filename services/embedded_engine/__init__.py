@@ -1,8 +1,8 @@
 """The engine for machines without a GPU: the part of SGLang's HTTP contract that this project uses, in torch.
 
-    app.py            the application: loads the model and runs the engine
+    app.py            the application: loads the model, runs the engine, and has the routes of SGLang that generate,
+                      inform and control, and OpenAI's chat completions
     requests.py       the state that all routes share, the bodies, and the engine's requests made from them
-    routes.py         SGLang's routes that generate, inform and control; OpenAI's chat completions
     weight_routes.py  SGLang's routes that change weights and load LoRA adapters
     engine.py         the thread that runs the model: calls from outside, pauses, changes of weights
     scheduler.py      requests, running and queued sequences: admission and prefill, decode, preemption, ends
