@@ -220,9 +220,7 @@ class RolloutClient(HttpClient):
                 call.end = 0.0  # where one request is refused, the other completions end with those under way
         MISSING.inc(max(n - len(done), 0))
         if not done:
-            raise call.lost or DependencyLostError(
-                f"{self.url} aborted all completions of a prompt; see the logs of {Task.ROLLOUT_SERVER.value}"
-            )
+            raise call.lost or DependencyLostError(f"{self.url} aborted every completion; see rollout-server's logs")
         return done[:n]
 
     async def _finish(

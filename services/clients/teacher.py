@@ -122,9 +122,7 @@ class TeacherClient(HttpClient):
         try:
             ids, scores = ROUTED.read_scores(response.json())
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise FalseScoresError(
-                f"the answer of the teacher at {self.url} has no log-probabilities of the prompt"
-            ) from error
+            raise FalseScoresError(f"teacher at {self.url} gave no log-probabilities of the prompt") from error
         if wrong := [score for score in scores if not LEAST < score <= ROUNDING]:
             raise FalseScoresError(f"teacher at {self.url} gave {wrong[0]} as a log-probability; see its log")
         return ids, scores

@@ -245,9 +245,7 @@ def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
     key = f"{task.value}-{rank}:{port}"
     address = mapping.get(key)
     if address is None:
-        raise ConfigurationError(
-            f"{ENDPOINTS_VARIABLE} has no entry {key!r}; give it as 'host:port' or unset the variable"
-        )
+        raise ConfigurationError(f"{ENDPOINTS_VARIABLE} lacks {key!r}; give its 'host:port', or unset the variable")
     host, _, number = address.rpartition(":")
     return Endpoint(host.strip("[]"), int(number))
 

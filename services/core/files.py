@@ -161,10 +161,8 @@ def check_model_directory(model: str, setting: str = "MODEL_NAME") -> None:
         if not is_path or path.exists():
             return
     except OSError as error:
-        raise ConfigurationError(
-            f"{setting}={model}: {error.filename} cannot be read ({error.strerror}); let this user read it, or give "
-            "another directory"
-        ) from error
+        reason = f"{error.filename} cannot be read ({error.strerror}); let this user read it, or give another directory"
+        raise ConfigurationError(f"{setting}={model}: {reason}") from error
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
         remedy = f"`make demo` makes it, or `grpo demo-model {model}`"
@@ -187,9 +185,7 @@ def check_model(model: str, setting: str = "MODEL_NAME") -> None:
             remedy = f"it is a run; give {path / 'model'}"
         elif (path / "adapter_config.json").exists():
             remedy = f"it is an adapter; `grpo merge-adapter {path} merged` makes a model of it"
-        raise ConfigurationError(
-            f"{setting}={model}: {path.resolve()} has no config.json, so it is not a model's directory; {remedy}"
-        )
+        raise ConfigurationError(f"{setting}={model}: {path.resolve()} has no config.json; {remedy}")
 
 
 def is_full(directory: Path) -> bool:

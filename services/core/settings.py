@@ -81,9 +81,7 @@ class Settings(BaseSettings):
     def _no_user_in_url(self) -> Self:
         for name, value in self:
             if isinstance(value, str) and _USER_IN_URL.search(value):
-                raise ValueError(
-                    f"{name.upper()} has a user or a password in its URL, which others can read; remove it"
-                )
+                raise ValueError(f"{name.upper()} has a user or password in its URL, which others can read; remove it")
         return self
 
     @classmethod

@@ -92,10 +92,6 @@ class SupervisedProcess:
                 assert process.returncode is not None
                 self.kill()
                 log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
-                if process.returncode == EXIT_CONFIGURATION:
-                    raise ChildRefusedError(
-                        f"the {self.command.name} cannot run with these settings; it says why above"
-                    )
                 self._count_restart(process.returncode)
                 await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (len(self._restarts) - 1), LONGEST_PAUSE_SECONDS))
                 if self.before_restart is not None:
@@ -127,6 +123,8 @@ class SupervisedProcess:
             await asyncio.sleep(poll_seconds)
 
     def _count_restart(self, code: int) -> None:
+        if code == EXIT_CONFIGURATION:
+            raise ChildRefusedError(f"the {self.command.name} cannot run with these settings; it says why above")
         child, most = f"{self.command.name} ({self.command.module})", self._max_restarts
         if not self._healthy_start and self.starts > most:
             never = f"never answered in {self.starts} starts and {describe_exit(code)}"

@@ -65,9 +65,8 @@ class AnyArchitecture:
             with torch.device("meta"):
                 template: PreTrainedModel = AutoModelForCausalLM.from_config(self.config)
         except ValueError as error:
-            raise WeightsError(
-                f"model type {self.config.model_type!r}: transformers has no causal language model of it"
-            ) from error
+            kind = self.config.model_type
+            raise WeightsError(f"model type {kind!r}: transformers has no causal language model of it") from error
         self.kind = type(template)
         self.family: str = self.config.model_type
         self.vocab_size: int = self.config.vocab_size

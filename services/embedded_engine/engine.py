@@ -166,10 +166,8 @@ class Engine:
         """Drop cached keys and values; the result is NotIdleError while sequences run."""
 
         def flush() -> None:
-            if self._scheduler.running:
-                raise NotIdleError(
-                    f"{len(self._scheduler.running)} sequences run; pause with retract or abort, or wait"
-                )
+            if running := len(self._scheduler.running):
+                raise NotIdleError(f"{running} sequences run; pause with retract or abort, or wait")
             self._scheduler.drop_caches()
 
         return self._between_steps(flush)

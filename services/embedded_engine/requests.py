@@ -198,9 +198,7 @@ def make_request(
         raise ProblemError(400, f"token {wrong} of the prompt is outside the vocabulary of {vocab_size}")
     room = context_length - len(prompt_ids)
     if room < (1 if params.max_new_tokens else 0):
-        raise ProblemError(
-            400, f"the prompt has {len(prompt_ids)} tokens; the context length is {context_length} tokens"
-        )
+        raise ProblemError(400, f"the prompt has {len(prompt_ids)} tokens; the context length is {context_length}")
     if logprob_start is not None and logprob_start >= len(prompt_ids):
         raise ProblemError(400, f"logprob_start_len {logprob_start} is beyond the prompt's {len(prompt_ids)} tokens")
     # As in SGLang, ignore_eos ignores every stop token, including the request's own.

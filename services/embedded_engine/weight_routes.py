@@ -142,13 +142,11 @@ class WeightsReceiver:
 
     def rendezvous(self, body: InitGroup) -> dist.ProcessGroup:
         """Wait until all members of a group have met, and return the group, for ``join``."""
-        master, rank, name = (body.master_address, body.master_port), body.rank_offset, body.group_name
+        host, port, rank, name = body.master_address, body.master_port, body.rank_offset, body.group_name
         try:
-            return join_weights_group(*master, rank, body.world_size, name, body.backend, JOIN_SECONDS)
+            return join_weights_group(host, port, rank, body.world_size, name, body.backend, JOIN_SECONDS)
         except (RuntimeError, ValueError) as error:
-            raise WeightsError(
-                f"rank {rank} of group {name!r} did not meet {master[0]}:{master[1]}: {error}"
-            ) from error
+            raise WeightsError(f"rank {rank} of group {name!r} did not meet {host}:{port}: {error}") from error
 
     def join(self, group_name: str, group: dist.ProcessGroup) -> None:
         """Join a group whose members have met."""

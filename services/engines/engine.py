@@ -280,9 +280,7 @@ class Engine(HttpClient):
         pause = time.perf_counter() - started
         served = await self.version()
         if served != version:
-            raise WorkerRefusedError(
-                f"worker {self.url} loaded policy version {version} but says that it serves {served}"
-            )
+            raise WorkerRefusedError(f"worker {self.url} loaded policy version {version} but says it serves {served}")
         return pause
 
     async def version(self) -> int | None:

@@ -88,10 +88,8 @@ class Worker(BaseModel):
         """
         kind = self.metadata.get(ENGINE_LABEL, ROUTED.kind)
         if kind not in ENGINES:
-            raise DependencyLostError(
-                f"worker {self.url} is an engine {kind!r}, which is none of {', '.join(ENGINES)}; does the "
-                "rollout-server run another version of this project?"
-            )
+            known = f"which is none of {', '.join(ENGINES)}; does rollout-server run another version of this project?"
+            raise DependencyLostError(f"worker {self.url} is an engine {kind!r}, {known}")
         return ENGINES[EngineKind(kind)](self.url, token, timeout=timeout)
 
 

@@ -250,8 +250,7 @@ def open_database(
                 f"another process uses {str(file.parent)!r}; end it, or give this one another {variable}"
             ) from error
         raise files.database_damage(error, file, loss) or ConfigurationError(
-            f"{variable} {str(file.parent)!r} cannot be used: {error}; give a directory on a disk of this machine "
-            f"that can be written"
+            f"{variable} {str(file.parent)!r} cannot be used: {error}; give a writable directory on this machine's disk"
         ) from error
     return database
 

@@ -271,9 +271,7 @@ class WorkerRegistration:
         except RequestRefusedError as error:
             raise WorkerRefusedError(f"the router refuses worker {self._url}: {error.detail}") from error
         except TimeoutError as error:
-            raise DependencyLostError(
-                f"the router did not list worker {self._url} within {LISTED_SECONDS:g} s"
-            ) from error
+            raise DependencyLostError(f"the router did not list {self._url} within {LISTED_SECONDS:g} s") from error
 
     def _check_volume(self) -> None:
         """Check, while nothing is published, that this node sees the volume to which the trainer publishes.
