@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import math
 import os
 import socket
@@ -397,12 +396,11 @@ async def find_servers(least: int, task: Task = Task.ENVIRONMENT_SERVER) -> list
     if "SKYPILOT_JOBGROUP_NAME" not in os.environ:
         return [endpoint(task)]
     nodes: list[Endpoint] = []
-    for rank in itertools.count():
-        address = endpoint(task, rank=rank)
+    while True:
+        address = endpoint(task, rank=len(nodes))
         try:
             await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError:
-            if rank >= least:
+            if len(nodes) >= least:
                 return nodes
         nodes.append(address)
-    raise AssertionError("itertools.count never ends")

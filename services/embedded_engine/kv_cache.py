@@ -164,7 +164,7 @@ class Node:
     """A run of tokens with their keys and values, [2, layers, heads, tokens, head dim]."""
 
     tokens: Sequence[int]
-    keys_values: Tensor | None
+    keys_values: Tensor
     parent: Node | None
     children: dict[int, Node] = field(default_factory=dict)
     """By their first token."""
@@ -213,7 +213,6 @@ class PrefixCache(Prefixes):
         node, parts, length = self._root(use_adapter), [], 0
         while length < len(tokens) - 1 and (child := node.children.get(tokens[length])) is not None:
             common = common_length(child.tokens, tokens[length:-1])
-            assert child.keys_values is not None
             parts.append(child.keys_values[:, :, :, :common])
             node, length = child, length + common
             if common < len(child.tokens):
@@ -240,14 +239,13 @@ class PrefixCache(Prefixes):
             self._remove(next(iter(self._nodes)))
 
     def _root(self, use_adapter: bool) -> Node:
-        return self._roots.setdefault(use_adapter, Node((), None, None))
+        return self._roots.setdefault(use_adapter, Node((), torch.empty(0), None))
 
     def _split(self, node: Node, length: int) -> Node:
         """Return a node of the first ``length`` tokens of ``node``: itself, or a new parent of the rest."""
         if length == len(node.tokens):
             return node
         assert node.parent is not None
-        assert node.keys_values is not None
         # Copies, because a part of a tensor keeps the whole in memory.
         start, rest = (part.clone() for part in node.keys_values.split([length, len(node.tokens) - length], 3))
         first = Node(node.tokens[:length], start, node.parent)
