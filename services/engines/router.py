@@ -108,7 +108,6 @@ class RouterAdmin(HttpClient):
         """Make a client of the router at an address, by default the job group's, which waits ``deadline`` seconds."""
         url = (address or endpoint(Task.ROLLOUT_SERVER)).url
         super().__init__(url, token=token, service="router", timeout=10, deadline=deadline)
-        self._token = token
 
     async def workers(self) -> list[Worker]:
         """Return the registered workers, sorted by URL."""
@@ -117,7 +116,7 @@ class RouterAdmin(HttpClient):
     async def add(self, engine: Engine) -> None:
         """Register an engine; the router asks it for its model and then routes to it."""
         # The router's own requests to a worker carry the token only when it is given here.
-        key = {"api_key": self._token} if self._token else {}
+        key = {"api_key": self.token} if self.token else {}
         labels = {ENGINE_LABEL: engine.kind, GPUS_LABEL: ",".join(engine.gpus), NCCL_LABEL: engine.nccl}
         known = {name: value for name, value in labels.items() if value}
         await self.request("POST", "/workers", {"url": engine.url, "labels": known, **key})
