@@ -27,7 +27,7 @@ from services.embedded_engine.loading import Loaded
 from services.embedded_engine.sampling import Sampling, stream_key
 from services.embedded_engine.scheduler import Request, Sequence, Stopping
 from services.engines.settings import EngineSettings
-from services.http.problems import ProblemError, printable
+from services.http.problems import ProblemError, invalid_body, printable
 from services.http.server import ended_before_client_left
 from services.protocol.base import MAX_GROUP_SIZE
 from services.weights.policy_store import ADAPTER_NAME
@@ -110,11 +110,7 @@ class RequestBody(BaseModel):
         try:
             return handler(cls._without_unknown(body) if isinstance(body, dict) else body)
         except ValidationError as error:
-            problems = [
-                f"{'.'.join(printable(str(part)) for part in problem['loc'])}: {problem['msg']}"
-                for problem in error.errors()[:3]
-            ]
-            raise ProblemError(400, "; ".join(problems)) from error
+            raise invalid_body(error) from error
 
     @classmethod
     def _without_unknown(cls, body: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from prometheus_client import Counter
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from services.chat.messages import TemplateOptions, for_template
-from services.http.problems import ProblemError, printable
+from services.http.problems import ProblemError, invalid_body
 
 MAX_CHOICES = 128
 _EXACT = 2**53
@@ -251,11 +251,7 @@ def validated(model: type[M], body: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(_without_nulls(body))
     except ValidationError as error:
-        mistakes = [
-            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()[:3]
-        ]
-        raise ProblemError(400, "; ".join(map(printable, mistakes))) from error
+        raise invalid_body(error) from error
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
