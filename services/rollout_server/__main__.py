@@ -33,7 +33,7 @@ from services.engines.sglang_command import EngineKernels, check_installed
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.watch import HANG_SECONDS, EngineWatch
+from services.rollout_server.watch import HANG_SECONDS, watch_engine
 
 log = logs.get_logger(__name__)
 
@@ -146,8 +146,8 @@ async def run_node(
             process.before_restart = registration.withdraw
             registrations.append(registration)
             processes.append(process)
-            watch = EngineWatch(settings, worker, process, registration.is_updating)
-            parts += [process.run(), registration.run(), watch.run()]
+            watch = watch_engine(settings, worker, process, registration.is_updating)
+            parts += [process.run(), registration.run(), watch]
 
         async def stop_on_signal() -> None:
             await stopped.wait()
