@@ -180,7 +180,7 @@ class Model:
 
         A tied head is yielded as ``lm_head.weight`` only where it has other values than the embedding.
         """
-        weights, shapes = self.weights, self.architecture.shapes()
+        weights, shapes = self.weights, self.architecture.shapes
         for modules, part in weights.parts.items():
             weight, bias = (part, None) if isinstance(part, Tensor) else (part.weight, part.bias)
             for kind, whole in (("weight", weight), ("bias", bias)):
