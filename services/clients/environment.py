@@ -100,24 +100,13 @@ class ServedEpisode(Episode):
     split: str | None
     source: str = ""
     actions: list[wire.Action] = field(default_factory=list)
-    _digests: list[bytes] = field(default_factory=list)
-
-    @classmethod
-    def begun_at(
-        cls, server: EnvironmentServer, reply: wire.ResetReply, split: str | None, source: str = ""
-    ) -> ServedEpisode:
-        """Return the first episode that a server has begun."""
-        info, start = reply.environment, reply.episodes[0]
-        episode = cls.begun(start, info, environment=info, server=server, split=split, source=source)
-        if info.deterministic:
-            episode._digests.append(_digest(start))
-        return episode
+    digests: list[bytes] = field(default_factory=list)
 
     def remember(self, action: wire.Action, result: wire.StepResult) -> None:
         """Keep an action and the digest of its result, if the environment could repeat both elsewhere."""
         if self.environment.deterministic:
             self.actions.append(action)
-            self._digests.append(_digest(result))
+            self.digests.append(_digest(result))
 
     def compare(self, reached: wire.EpisodeStart | wire.StepResult, actions: int, url: str) -> None:
         """Check that the server at ``url`` reached the same state as before after a number of actions.
@@ -125,7 +114,7 @@ class ServedEpisode(Episode):
         Raises:
             EpisodeLostError: it did not.
         """
-        if _digest(reached) != self._digests[actions]:
+        if _digest(reached) != self.digests[actions]:
             raise EpisodeLostError(
                 f"its server was lost, and {url} reached another state after {actions} actions; is "
                 f"{self.environment.id} deterministic, as it declares?"
@@ -235,7 +224,11 @@ class EnvironmentClient:
         """
         server, reply = await self._reset(seed, split, source)
         self._active[server.url] += 1
-        return ServedEpisode.begun_at(server, reply, split, source)
+        info, start = reply.environment, reply.episodes[0]
+        episode = ServedEpisode.begun(start, info, environment=info, server=server, split=split, source=source)
+        if info.deterministic:
+            episode.digests.append(_digest(start))
+        return episode
 
     async def step(self, episode: ServedEpisode, action: wire.Action) -> wire.StepResult:
         """Take an action in an episode, which continues on another server if its own one is lost.

@@ -186,38 +186,27 @@ async def play(
                 under_way.append(episode)
             else:
                 await on_end(episode)
-        if under_way:
-            await _play_round(arena, under_way, ask, on_end, on_steps)
-        elif not new:
+        if not under_way and not new:
             return
-
-
-async def _play_round(
-    arena: Arena[PlayedEpisode],
-    under_way: list[PlayedEpisode],
-    ask: Ask[PlayedEpisode],
-    on_end: OnEnd[PlayedEpisode],
-    on_steps: OnSteps | None,
-) -> None:
-    asked = list(under_way)
-    moves = await _decide(ask, asked)
-    results = await arena.step([(episode, decision.action) for episode, decision in moves]) if moves else []
-    steps = [Step(episode, decision, result) for (episode, decision), result in zip(moves, results, strict=True)]
-    new_steps = [step for step in steps if step.result.is_taken]
-    if on_steps is not None and new_steps:
-        on_steps(new_steps)
-    for step in steps:
-        if step.result.is_taken:
-            step.episode.follow(step.result)
-        else:
-            step.episode.give_up(step.result.status, step.result.detail)
-    over = [episode for episode in asked if episode.status is not wire.StepStatus.RUNNING]
-    for episode in over:
-        under_way.remove(episode)
-    if over:
-        await arena.end(over)
-    for episode in over:
-        await on_end(episode)
+        asked = list(under_way)
+        moves = await _decide(ask, asked) if asked else []
+        results = await arena.step([(episode, decision.action) for episode, decision in moves]) if moves else []
+        steps = [Step(episode, decision, result) for (episode, decision), result in zip(moves, results, strict=True)]
+        new_steps = [step for step in steps if step.result.is_taken]
+        if on_steps is not None and new_steps:
+            on_steps(new_steps)
+        for step in steps:
+            if step.result.is_taken:
+                step.episode.follow(step.result)
+            else:
+                step.episode.give_up(step.result.status, step.result.detail)
+        over = [episode for episode in asked if episode.status is not wire.StepStatus.RUNNING]
+        for episode in over:
+            under_way.remove(episode)
+        if over:
+            await arena.end(over)
+        for episode in over:
+            await on_end(episode)
 
 
 async def _decide(ask: Ask[PlayedEpisode], episodes: Sequence[PlayedEpisode]) -> list[tuple[PlayedEpisode, Decision]]:

@@ -162,7 +162,12 @@ class Model:
         self.dtype = dtype
         self.device = device
         self.context_length = context_length
-        self._cos, self._sin = _rotary_tables(config, context_length, dtype, device)
+        frequencies, scaling = _rotary_frequencies(config)
+        angles = torch.arange(context_length, dtype=torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        # By position, [length, 1, D]; the sines carry the sign of the rotation.
+        self._cos = torch.cat([cos, cos], -1)[:, None].to(device, dtype)
+        self._sin = torch.cat([-sin, sin], -1)[:, None].to(device, dtype)
         shape = self.architecture
         self._scale = shape.head_dim**-0.5
         self._joins_rows = joins_rows(shape.num_heads // shape.num_kv_heads, shape.head_dim, dtype, device)
@@ -324,17 +329,6 @@ def _whole(prefix: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, T
         whole[:, :, :start] = prefix
     whole[0, :, start:end], whole[1, :, start:end] = key.transpose(0, 1), value.transpose(0, 1)
     return whole[0], whole[1]
-
-
-def _rotary_tables(
-    config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [length, 1, D]; the sines carry the sign of the rotation."""
-    frequencies, scaling = _rotary_frequencies(config)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    tables = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-    return tables[0].to(device, dtype), tables[1].to(device, dtype)
 
 
 def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:

@@ -233,7 +233,12 @@ class Calls:
         await self._lose(session, "aborted", sum(aborted))
         if failures:
             await self._lose(session, "incomplete", sum(completion.tokens for completion in completions))
-            _refuse_failed(session, failures[0])
+            failure = failures[0]
+            if isinstance(failure, DependencyLostError):
+                session.refuse_late(str(failure))
+            if isinstance(failure, RequestRefusedError):
+                raise ProblemError(400, f"the engine refuses the request: {failure.detail}") from failure
+            raise failure
         return completions
 
     async def _record(self, session: Session, call: Call) -> None:
@@ -267,15 +272,6 @@ class Calls:
             else:
                 await self._store.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
                 session.lost[reason] += tokens
-
-
-def _refuse_failed(session: Session, failure: Exception) -> None:
-    """Raise the refusal that tells the agent why its call failed."""
-    if isinstance(failure, DependencyLostError):
-        session.refuse_late(str(failure))
-    if isinstance(failure, RequestRefusedError):
-        raise ProblemError(400, f"the engine refuses the request: {failure.detail}") from failure
-    raise failure
 
 
 RETRIED = Counter("gateway_turns_retried", "Turns asked for again, by reason.", ["reason"])
