@@ -214,15 +214,7 @@ class Calls:
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, call.name, index)}
             try:
-                return await self._engine.sample(
-                    session.id,
-                    prompt_ids,
-                    {**call.sampling, **seeded},
-                    rid,
-                    session.seconds_left,
-                    aborted,
-                    session.request.lora_path,
-                )
+                return await self._engine.sample(session, prompt_ids, {**call.sampling, **seeded}, rid, aborted)
             except Exception as error:  # noqa: BLE001  # raised below, once the other choices are there
                 return error
 
@@ -309,37 +301,29 @@ class EngineClient:
         await self._http.close()
 
     async def sample(
-        self,
-        session_id: str,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        rid: str,
-        seconds: float,
-        aborted: list[int],
-        lora_path: str | None = None,
+        self, session: Session, prompt_ids: Sequence[int], sampling: dict[str, Any], rid: str, aborted: list[int]
     ) -> TokenSequence:
-        """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
+        """Return a completion that was not aborted; ask again for a lost or aborted one until the session's deadline.
 
         Args:
-            session_id: the router sends a session's requests to one worker, which has the conversation in its cache.
+            session: the router sends its requests to one worker, which has the conversation in its cache.
             prompt_ids: token ids of the whole prompt.
             sampling: the parameters of sampling; see ``Engine.generate_body``.
             rid: the request's id; the number of the attempt is appended.
-            seconds: for all attempts.
             aborted: gets the number of tokens of each aborted completion.
-            lora_path: name of the LoRA adapter to sample with; None: the model alone.
 
         Raises:
             RequestRefusedError: the engine refuses the request.
             DependencyLostError: no completion came within the deadline.
         """
+        seconds, lora_path = session.seconds_left, session.request.lora_path
         end = time.monotonic() + seconds
         attempt, pause, failure = 0, FIRST_PAUSE_SECONDS, "the deadline had passed before the first attempt"
         with IN_FLIGHT.track_inprogress():
             while (left := end - time.monotonic()) > 0:
                 body = ROUTED.generate_body(prompt_ids, sampling, lora_path=lora_path, rid=f"{rid}-{attempt}")
                 try:
-                    completion = await self._ask(session_id, body, left)
+                    completion = await self._ask(session.id, body, left)
                     if completion.finish_reason is not FinishReason.ABORT and completion.tokens:
                         return completion
                     aborted.append(completion.tokens)
