@@ -23,6 +23,8 @@ GRACE_SECONDS = 4.0
 """The time between SIGTERM and SIGKILL; SkyPilot allows the launcher ten seconds."""
 START_POLL_SECONDS = 0.1
 POLL_SECONDS = 0.5
+HANG_SECONDS = 60.0
+"""An engine or router that does not answer for that long is killed and restarted: longer than any step takes."""
 
 
 class ChildRefusedError(ConfigurationError):
@@ -39,7 +41,7 @@ class SupervisedProcess:
         *,
         max_restarts: int,
         start_seconds: float,
-        hang_seconds: float,
+        hang_seconds: float = HANG_SECONDS,
     ) -> None:
         """Describe a child; ``run`` starts it.
 

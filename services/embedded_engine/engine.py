@@ -87,11 +87,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after its step; unfinished requests end with EngineStoppedError."""
-
-        def end() -> None:
-            self._is_stopping = True
-
-        self._inbox.put(end)
+        self._is_stopping = True
+        self._inbox.put(lambda: None)  # so that a thread that waits looks again
         if self._thread.is_alive():
             self._thread.join()
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from services.core import endpoints, logs, machine, models
 from services.core.child import LAUNCHER_VARIABLE
@@ -33,7 +34,7 @@ from services.engines.sglang_command import EngineKernels, check_installed
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.watch import HANG_SECONDS, watch_engine
+from services.rollout_server.watch import watch_engine
 
 log = logs.get_logger(__name__)
 
@@ -140,7 +141,6 @@ async def run_node(
                 worker.is_healthy,
                 max_restarts=settings.rollout_max_restarts,
                 start_seconds=settings.engine_start_seconds,
-                hang_seconds=HANG_SECONDS,
             )
             registration = WorkerRegistration(settings, worker, router, process)
             process.before_restart = registration.withdraw
@@ -211,18 +211,9 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     children = [router_command(settings, addresses.router, addresses.router_metrics)]
     if addresses.auth_proxy is not None:
         children.append(proxy_command(addresses.auth_proxy, addresses.router, endpoints.num_nodes()))
-    await run_until_first_ends(
-        *(
-            SupervisedProcess(
-                command,
-                public.is_healthy,
-                max_restarts=settings.rollout_max_restarts,
-                start_seconds=ROUTER_START_SECONDS,
-                hang_seconds=HANG_SECONDS,
-            ).run()
-            for command in children
-        )
-    )
+    most, seconds = settings.rollout_max_restarts, ROUTER_START_SECONDS
+    supervise = partial(SupervisedProcess, is_healthy=public.is_healthy, max_restarts=most, start_seconds=seconds)
+    await run_until_first_ends(*(supervise(command).run() for command in children))
 
 
 def number_of_gpus() -> int:

@@ -18,15 +18,13 @@ from collections.abc import Awaitable, Callable
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.supervisor import SupervisedProcess
+from services.core.supervisor import HANG_SECONDS, SupervisedProcess
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.settings import RolloutSettings
 from services.http.client import HttpClient
 
 log = get_logger(__name__)
 
-HANG_SECONDS = 60.0
-"""An engine or router that does not answer for that long is killed and restarted: longer than any step takes."""
 UPDATE_SECONDS = 600.0
 """Longest silence while weights change, as long as the trainer waits for a worker that loads a version."""
 LEAST_FAILURES = 2
