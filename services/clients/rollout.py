@@ -206,7 +206,11 @@ class RolloutClient(HttpClient):
             RequestRefusedError: the engine refuses the request, for example because the prompt is too long.
             DependencyLostError: no completion could be generated within deadline and tries.
         """
-        self._check_prompt(prompt_ids)
+        if not prompt_ids:
+            raise ValueError("a prompt has at least one token")
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
         sizes = [1] * n if self.seed_each_completion else [n]
         async with self._places:
             # The deadline starts here, so that waiting for a place uses up none of it.
@@ -270,13 +274,6 @@ class RolloutClient(HttpClient):
         except RequestRefusedError:
             return
         self.lora_path = ADAPTER_NAME
-
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise ValueError("a prompt has at least one token")
-        for token in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
 
     async def _send(self, call: _Call, begun: _Begun, n: int, seeds: _Seeds | None) -> _ByEnd:
         """Send one request for the next piece of ``n`` completions that begin with ``begun``."""

@@ -53,13 +53,18 @@ def _reply(done: str, **context: Any) -> dict[str, Any]:
 # --- weights ---
 
 
-class UpdateFromDisk(BaseModel):
-    """Body of /update_weights_from_disk."""
+class Update(BaseModel):
+    """The fields that all updates have."""
 
-    model_path: str
     weight_version: str | None = None
     flush_cache: Literal[True] = True
     abort_all_requests: Literal[False] = False
+
+
+class UpdateFromDisk(Update):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
 
 
 class InitGroup(BaseModel):
@@ -85,12 +90,8 @@ class BeginUpdate(BaseModel):
     selector: Literal["all"] = "all"
 
 
-class UpdatePart(StrictModel):
-    """The fields of a part of an update; the version of the last part is the update's."""
-
-    weight_version: str | None = None
-    flush_cache: Literal[True] = True
-    abort_all_requests: Literal[False] = False
+class UpdatePart(Update, StrictModel):
+    """A part of an update; the version of the last part is the update's."""
 
 
 class UpdateFromDistributed(UpdatePart):

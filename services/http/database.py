@@ -145,7 +145,7 @@ class Database:
 
     def _damage(self, error: BaseException) -> ConfigurationError | None:
         """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        damage = files.database_damage(error, self._file, self.loss)
+        damage = database_damage(error, self._file, self.loss)
         if damage is not None:
             self._on_damage(damage)
         return damage
@@ -229,17 +229,41 @@ def open_database(
         database.executescript(
             f"{pragmas}PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
         )
-        files.require_database_format(database, file, version)
+        [(stored,)] = database.execute("PRAGMA user_version")
+        [(tables,)] = database.execute("SELECT count(*) FROM sqlite_master")
+        if tables and stored != version:
+            raise ConfigurationError(
+                f"{str(file)!r} was written by another version of this program (its format is {stored}, this program "
+                f"reads {version}); continue with that version, or begin a new run"
+            )
+        database.execute(f"PRAGMA user_version = {version}")
         database.executescript(f"BEGIN EXCLUSIVE; {schema} COMMIT")
     except (OSError, sqlite3.Error) as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
             raise DependencyLostError(
                 f"another process uses {str(file.parent)!r}; end it, or give this one another {variable}"
             ) from error
-        raise files.database_damage(error, file, loss) or ConfigurationError(
+        raise database_damage(error, file, loss) or ConfigurationError(
             f"{variable} {str(file.parent)!r} cannot be used: {error}; give a writable directory on this machine's disk"
         ) from error
     return database
+
+
+def database_damage(error: BaseException, file: Path, loss: str) -> ConfigurationError | None:
+    """Return the error that ends a service whose SQLite file is damaged; None for an error of another cause.
+
+    Args:
+        error: SQLite's error.
+        file: the damaged file.
+        loss: the end of the message, which says what the user loses without the file.
+    """
+    # Other causes have a subclass: a full disk, a lock, a statement that cannot be executed.
+    is_damage = type(error) is sqlite3.DatabaseError or "Could not decode to UTF-8" in str(error)
+    if not is_damage or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+        return None
+    return ConfigurationError(
+        f"{str(file)!r} is damaged: {error}; check its disk, move its directory away and start again: {loss}"
+    )
 
 
 def _settle(done: asyncio.Future[T], result: T, error: BaseException | None) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.core import files
 from services.core.errors import ConfigurationError
-from services.http.database import open_database
+from services.http.database import database_damage, open_database
 from services.http.problems import ProblemError
 from services.protocol.groups import FORMAT, GroupFormatError, check_format
 
@@ -147,4 +147,4 @@ class Database(sqlite3.Connection):
 
 def damage(error: BaseException, directory: Path) -> ConfigurationError | None:
     """Return the error that ends the process if ``error`` says that the file is damaged, None otherwise."""
-    return files.database_damage(error, directory / _FILE, _LOSS)
+    return database_damage(error, directory / _FILE, _LOSS)
