@@ -150,15 +150,12 @@ class Calls:
         Raises:
             ProblemError: 400, the conversation is not readable.
         """
-        messages = request.fitted()
-        call = await self._place(session, request, messages, request.keys(messages), request.digest)
+        call, _ = await self._place(session, request, request.digest)
         return len(call.prompt_ids)
 
     async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api, name: str) -> Call:
         """Sample, record and return a new call; each choice has ``limit`` tokens at most."""
-        messages = request.fitted()
-        keys = request.keys(messages)
-        call = await self._place(session, request, messages, keys, name)
+        call, key = await self._place(session, request, name)
         prompt_ids = call.prompt_ids
         room = self.context - len(prompt_ids)
         if room < 1:
@@ -170,17 +167,15 @@ class Calls:
             raise ProblemError(400, f"token {max(prompt_ids)} is outside the model's {self.vocabulary} tokens")
         call.sampling["max_new_tokens"] = min(limit, room)
         completions = await self._sample(session, request, call, prompt_ids)
-        add_turns(call, completions, request, keys[-1], self.prompts)
+        add_turns(call, completions, request, key, self.prompts)
         completion = reply_of(call, request, self._model, len(prompt_ids), self.prompts)
         call.reply = api.reply(completion, request)
         await self._record(session, call)
         return call
 
-    async def _place(
-        self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes], name: str
-    ) -> Call:
-        """Return the call, without turns, at its place in the tree."""
-        limits = session.request
+    async def _place(self, session: Session, request: ChatRequest, name: str) -> tuple[Call, bytes]:
+        """Return the call, without turns, at its place in the tree, and the key of its conversation."""
+        limits, (messages, keys) = session.request, request.fitted()
         sampling: dict[str, Any] = {"temperature": limits.temperature, "top_p": limits.top_p, "top_k": -1}
         if request.stop:
             sampling["stop"] = request.stop
@@ -190,14 +185,14 @@ class Calls:
             held, following = for_template(turn.message), messages[length:]
             suffix = await self.prompts.suffix(held, turn.completion, following, tools, options)
             if suffix is not None:
-                return Call(name, turn, suffix, request.messages[length:], sampling, {}, bool(tools))
+                return Call(name, turn, suffix, request.messages[length:], sampling, {}, bool(tools)), keys[-1]
             BROKEN.inc()
         whole = await self.prompts.whole(messages, tools, options)
         if tools and not self._has_seen_tools:
             self._has_seen_tools = True
             if self.prompts.render(messages, None, options) == self.prompts.render(messages, tools, options):
                 log.warning(IGNORES_TOOLS)
-        return Call(name, None, whole, request.messages, sampling, {}, bool(tools))
+        return Call(name, None, whole, request.messages, sampling, {}, bool(tools)), keys[-1]
 
     async def _sample(
         self, session: Session, request: ChatRequest, call: Call, prompt_ids: list[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from prometheus_client import Counter
@@ -180,24 +180,20 @@ class ChatRequest(BaseModel):
         body = {name: value for name, value in self._asked.items() if name not in ("stream", "stream_options")}
         return _hash(self._api.encode(), body).hex()
 
-    def fitted(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them.
+    def fitted(self) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Return the messages as chat templates expect them, and the keys of the conversation.
+
+        These are its keys before the first message, after the first, and so on. Two conversations have the same key if
+        they have the same tools and their messages say the same: see ``next_key``.
 
         Raises:
             ProblemError: 400, a message is not readable.
         """
-        return [for_template(message) for message in self.messages]
-
-    def keys(self, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        """Return the keys of the conversation before its first message, after the first, and so on.
-
-        ``messages`` are those of ``fitted``. Two conversations have the same key if they have the same tools and their
-        messages say the same: see ``next_key``.
-        """
+        messages = [for_template(message) for message in self.messages]
         keys = [_hash(b"", [self.offered_tools, self.chat_template_kwargs])]
         for message in messages:
             keys.append(next_key(keys[-1], message))
-        return keys
+        return messages, keys
 
 
 def next_key(key: bytes, message: Mapping[str, Any]) -> bytes:

@@ -152,7 +152,7 @@ class Tree:
     def deepest(self, keys: Sequence[bytes], messages: Sequence[Mapping[str, Any]]) -> tuple[Turn | None, int]:
         """Return the deepest turn that a conversation continues, and the number of its messages up to that turn.
 
-        ``keys`` are those of the conversation by number of its ``messages`` (ChatRequest.keys).
+        ``keys`` are those of the conversation by number of its ``messages`` (ChatRequest.fitted).
         """
         for count in range(len(keys) - 1, 0, -1):
             for turn in self._turns.get(keys[count], ()):
