@@ -149,7 +149,7 @@ class Session:
         """Return the state of the session."""
         return wire.SessionReply(
             id=self.id,
-            status=wire.SessionStatus.FINISHED if self.is_finished else wire.SessionStatus.OPEN,
+            status="finished" if self.is_finished else "open",
             called=self.called or bool(self.tree.calls),
             turns=len(self.tree.calls),
             sampled_tokens=self.sampled_tokens,
