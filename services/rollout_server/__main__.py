@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import math
 import os
 import signal
@@ -216,18 +215,6 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     await run_until_first_ends(*(supervise(command).run() for command in children))
 
 
-def number_of_gpus() -> int:
-    """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
-    promised = machine.promised_gpus()
-    if promised is not None:
-        return promised
-    if importlib.util.find_spec("torch") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def main() -> None:
     """Read command line and environment, and run the node."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
@@ -245,7 +232,8 @@ def main() -> None:
     kill_stale_processes()
     endpoints.ask_directly()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
-    n_gpus = number_of_gpus()
+    promised = machine.promised_gpus()
+    n_gpus = len(machine.visible_gpus()) if promised is None else promised
     engine_class = choose_engine(settings, n_gpus)
     engine_class.check_installed(settings, n_gpus)
     models.download_model(settings.model_name)
