@@ -148,15 +148,9 @@ def _reply(completion: dict[str, Any], _request: ChatRequest) -> dict[str, Any]:
     thought = message.get("reasoning_content")
     blocks = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
     blocks += [{"type": "text", "text": text}] if text is not None else []
-    blocks += [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"], parse_int=_integer),
-        }
-        for call in calls
-    ]
+    for call in calls:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"], parse_int=_integer)
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     reason = _STOP_REASONS.get(choice["finish_reason"])
     matched = choice["matched_stop"] if reason is None else None
     return {

@@ -136,16 +136,9 @@ class Tree:
         parent = None if record["parent"] is None else self.calls[record["parent"][0]].turns[record["parent"][1]]
         fields = ("name", "added_ids", "messages", "sampling", "reply", "offers_tools")
         call = Call(parent=parent, **{name: record[name] for name in fields if name in record})
-        call.turns = [
-            Turn(
-                call,
-                TokenSequence.model_validate(turn["completion"]),
-                turn["message"],
-                bytes.fromhex(turn["key"]),
-                turn["unparsed_calls"],
-            )
-            for turn in record["turns"]
-        ]
+        for turn in record["turns"]:
+            completion, key = TokenSequence.model_validate(turn["completion"]), bytes.fromhex(turn["key"])
+            call.turns.append(Turn(call, completion, turn["message"], key, turn["unparsed_calls"]))
         self.add(call)
         return call
 

@@ -66,12 +66,8 @@ def create_app(router_url: str, token: str) -> ASGIApp:
             target = httpx.URL(raw_path=path + b"?" + query if query else path)
         except (httpx.InvalidURL, UnicodeDecodeError) as error:
             return problem_response(400, f"the path cannot be forwarded: {error}")
-        outgoing = client.build_request(
-            request.method,
-            target,
-            headers=_end_to_end(request.headers.raw),
-            content=await request.body() or None,
-        )
+        headers, content = _end_to_end(request.headers.raw), await request.body() or None
+        outgoing = client.build_request(request.method, target, headers=headers, content=content)
         sending = asyncio.create_task(client.send(outgoing, stream=True))
         try:
             # The router and its worker may stop, too, when the client has left.
