@@ -214,11 +214,8 @@ class EpisodePlayer:
         if failure.reason == "exception" and session.refused is not None:
             failure.reason = "limit"
         if failure.reason == "timeout" and not session.called:
-            return AgentFailedError(
-                f"the agent made no call within AGENT_SECONDS={self._limits.agent_seconds:g}; raise it, or see where "
-                "the agent waits",
-                "no_call",
-            )
+            limit = f"AGENT_SECONDS={self._limits.agent_seconds:g}; raise it, or see where the agent waits"
+            return AgentFailedError(f"the agent made no call within {limit}", "no_call")
         return failure
 
 

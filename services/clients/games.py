@@ -175,11 +175,9 @@ class Game:
 
 def _check(info: wire.EnvironmentInfo) -> None:
     if info.state.kind is not wire.StateKind.MESSAGES or info.action.kind is not wire.ActionKind.TEXT:
-        raise AgentFailedError(
-            f"ENVIRONMENT {info.id!r} has states of {info.state.kind} and actions of {info.action.kind}; a language "
-            "model plays environments of messages and text",
-            "environment",
-        )
+        kinds = f"states of {info.state.kind} and actions of {info.action.kind}"
+        remedy = "a language model plays environments of messages and text"
+        raise AgentFailedError(f"ENVIRONMENT {info.id!r} has {kinds}; {remedy}", "environment")
 
 
 class ToolAgent:
@@ -271,9 +269,6 @@ def seed_of(prompt: Prompt) -> int:
         AgentFailedError: the prompt is not a seed.
     """
     if not (prompt.ground_truth.isascii() and prompt.ground_truth.isdecimal()):
-        raise AgentFailedError(
-            f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed; "
-            "set DATASET=seeds or harbor:DIR for ROLLOUT=environment",
-            "seed",
-        )
+        fault = f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed"
+        raise AgentFailedError(f"{fault}; set DATASET=seeds or harbor:DIR for ROLLOUT=environment", "seed")
     return int(prompt.ground_truth) % 2**31
