@@ -11,6 +11,7 @@
     any_model.py      every other causal language model, by transformers' forward pass and cache
     adapters.py       LoRA adapters, read, checked, and computed next to the linear layers
     kv_cache.py       keys and values of the running sequences, in bounded memory, and of prefixes to reuse
+    state_cache.py    the same for any_model.py: the states of the running sequences, and at the ends of prefixes
     sampling.py       seeded sampling and log-probabilities
     loading.py        loads a model with its tokenizer
     weights.py        the tensors of an architecture, read from a directory and checked
