@@ -25,7 +25,12 @@ from services.protocol.rewards import FinishReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+OfferedTools = list[dict[str, Any]] | None
+"""The tools that the model is offered, if any."""
+Options = Mapping[str, Any]
+"""Further variables of the template."""
 
 _USER = {"role": "user", "content": "question"}
 _DUMMIES = ("first answer", "another one")
@@ -70,9 +75,7 @@ class ChatPrompts:
         """The shapes of conversations whose suffix was the same after both dummies."""
         self._close = functools.lru_cache(maxsize=64)(self._render_close)
 
-    async def whole(
-        self, messages: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
-    ) -> list[int]:
+    async def whole(self, messages: Messages, tools: OfferedTools, options: Options) -> list[int]:
         """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
         Raises:
@@ -84,12 +87,7 @@ class ChatPrompts:
         return await self._encode(text)
 
     def render(
-        self,
-        messages: Messages,
-        tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        *,
-        adds_generation_prompt: bool = True,
+        self, messages: Messages, tools: OfferedTools, options: Options, *, adds_generation_prompt: bool = True
     ) -> str:
         """Return the text of a conversation, by default up to the beginning of the assistant's answer.
 
@@ -104,12 +102,7 @@ class ChatPrompts:
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
 
     async def suffix(
-        self,
-        turn: Mapping[str, Any],
-        completion: TokenSequence,
-        new: Messages,
-        tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
+        self, turn: Message, completion: TokenSequence, new: Messages, tools: OfferedTools, options: Options
     ) -> list[int] | None:
         """Return the token ids to append to a held turn for its close, ``new`` messages, and the next turn's beginning.
 
@@ -142,7 +135,7 @@ class ChatPrompts:
         return suffix[1:] if close and suffix and suffix[0] in self._special else suffix
 
     def suffix_parts(
-        self, turn: Mapping[str, Any], new: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+        self, turn: Message, new: Messages, tools: OfferedTools, options: Options
     ) -> tuple[str, str] | None:
         """Return the text of ``suffix``: the whole close of the turn, and what follows it.
 
@@ -164,9 +157,7 @@ class ChatPrompts:
             return None
         return close, continuation
 
-    def answer(
-        self, messages: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
-    ) -> tuple[list[int], list[int]] | None:
+    def answer(self, messages: Messages, tools: OfferedTools, options: Options) -> tuple[list[int], list[int]] | None:
         """Return the tokens of a conversation's last message: those that the template gives, and those of the model.
 
         The template gives an empty thought before a message without one, which no model would sample. The model's end
@@ -207,12 +198,7 @@ class ChatPrompts:
         return (encode(given), sampled) if sampled and sampled[-1] is not None else None
 
     def _continued(
-        self,
-        turn: Mapping[str, Any],
-        new: Messages,
-        tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        text: str,
+        self, turn: Message, new: Messages, tools: OfferedTools, options: Options, text: str
     ) -> tuple[str | None, str | None]:
         """Return the turn's close after ``text``, and what follows it; None where the template writes it otherwise."""
         thought = f"<think>\n{text[::-1]}\n{_END_OF_THOUGHT}\n\n" if _has_thought(turn) else ""
@@ -231,12 +217,7 @@ class ChatPrompts:
         return close if separator else None
 
     def _render(
-        self,
-        messages: Messages,
-        tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        *,
-        adds_generation_prompt: bool,
+        self, messages: Messages, tools: OfferedTools, options: Options, *, adds_generation_prompt: bool
     ) -> str:
         rendered = self._tokenizer.apply_chat_template(
             list(messages),
@@ -261,11 +242,7 @@ class ChatPrompts:
         return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 
     def answer_of(
-        self,
-        completion: TokenSequence,
-        stop: Sequence[str],
-        prompt_ids: Sequence[int],
-        tools: list[dict[str, Any]] | None,
+        self, completion: TokenSequence, stop: Sequence[str], prompt_ids: Sequence[int], tools: OfferedTools
     ) -> Answer:
         """Return what a completion says: its thought, its text, and its calls if the model was offered ``tools``.
 
@@ -316,15 +293,13 @@ def _check_written(messages: Messages, text: str, render: Callable[[Messages], s
             refuse(400, f"the model's chat template leaves out messages of role {role!r}; give user", "no_place")
 
 
-def _shape(
-    turn: Mapping[str, Any], new: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
-) -> bytes:
+def _shape(turn: Message, new: Messages, tools: OfferedTools, options: Options) -> bytes:
     """Return what a conversation has apart from its texts: options, roles, and names of fields."""
     fields = [[message["role"], len(message.get("tool_calls") or ()), *sorted(message)] for message in (turn, *new)]
     return orjson.dumps([fields, _has_thought(turn), tools is None, options])
 
 
-def _has_thought(turn: Mapping[str, Any]) -> bool:
+def _has_thought(turn: Message) -> bool:
     return _END_OF_THOUGHT in turn["content"] or any(map(turn.get, _THOUGHTS))
 
 

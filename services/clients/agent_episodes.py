@@ -214,11 +214,8 @@ class EpisodePlayer:
         if failure.reason == "exception" and session.refused is not None:
             failure.reason = "limit"
         if failure.reason == "timeout" and not session.called:
-            return AgentFailedError(
-                f"the agent made no call within AGENT_SECONDS={self._limits.agent_seconds:g}; raise it, or see where "
-                "the agent waits",
-                "no_call",
-            )
+            limit = f"AGENT_SECONDS={self._limits.agent_seconds:g}; raise it, or see where the agent waits"
+            return AgentFailedError(f"the agent made no call within {limit}", "no_call")
         return failure
 
 
@@ -279,31 +276,27 @@ class RetryingTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer to a request; without one in time, the last one, or raise the last error."""
+        request.headers[REQUEST_MARK] = uuid.uuid4().hex
+        end, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
         with self._waits.running():
-            return await self._answer(request)
+            while True:
+                may_repeat = isinstance(request.stream, httpx.ByteStream) and time.monotonic() < end
+                try:
+                    response = await self._whole(request)
+                    if response.status_code not in _UNREACHABLE or not may_repeat:
+                        self.is_lost |= response.status_code in _UNREACHABLE
+                        return response
+                except _LOST:
+                    if not may_repeat:
+                        self.is_lost = True
+                        raise
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def aclose(self) -> None:
         """Close all connections."""
         for pool in self._pools.values():
             await pool.aclose()
-
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
-        request.headers[REQUEST_MARK] = uuid.uuid4().hex
-        end, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
-        while True:
-            may_repeat = isinstance(request.stream, httpx.ByteStream) and time.monotonic() < end
-            try:
-                response = await self._whole(request)
-            except _LOST:
-                if not may_repeat:
-                    self.is_lost = True
-                    raise
-            else:
-                if response.status_code not in _UNREACHABLE or not may_repeat:
-                    self.is_lost |= response.status_code in _UNREACHABLE
-                    return response
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _whole(self, request: httpx.Request) -> httpx.Response:
         server = (request.url.scheme, request.url.netloc)

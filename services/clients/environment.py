@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import math
 import os
 import socket
@@ -101,24 +100,13 @@ class ServedEpisode(Episode):
     split: str | None
     source: str = ""
     actions: list[wire.Action] = field(default_factory=list)
-    _digests: list[bytes] = field(default_factory=list)
-
-    @classmethod
-    def begun_at(
-        cls, server: EnvironmentServer, reply: wire.ResetReply, split: str | None, source: str = ""
-    ) -> ServedEpisode:
-        """Return the first episode that a server has begun."""
-        info, start = reply.environment, reply.episodes[0]
-        episode = cls.begun(start, info, environment=info, server=server, split=split, source=source)
-        if info.deterministic:
-            episode._digests.append(_digest(start))
-        return episode
+    digests: list[bytes] = field(default_factory=list)
 
     def remember(self, action: wire.Action, result: wire.StepResult) -> None:
         """Keep an action and the digest of its result, if the environment could repeat both elsewhere."""
         if self.environment.deterministic:
             self.actions.append(action)
-            self._digests.append(_digest(result))
+            self.digests.append(_digest(result))
 
     def compare(self, reached: wire.EpisodeStart | wire.StepResult, actions: int, url: str) -> None:
         """Check that the server at ``url`` reached the same state as before after a number of actions.
@@ -126,7 +114,7 @@ class ServedEpisode(Episode):
         Raises:
             EpisodeLostError: it did not.
         """
-        if _digest(reached) != self._digests[actions]:
+        if _digest(reached) != self.digests[actions]:
             raise EpisodeLostError(
                 f"its server was lost, and {url} reached another state after {actions} actions; is "
                 f"{self.environment.id} deterministic, as it declares?"
@@ -236,7 +224,11 @@ class EnvironmentClient:
         """
         server, reply = await self._reset(seed, split, source)
         self._active[server.url] += 1
-        return ServedEpisode.begun_at(server, reply, split, source)
+        info, start = reply.environment, reply.episodes[0]
+        episode = ServedEpisode.begun(start, info, environment=info, server=server, split=split, source=source)
+        if info.deterministic:
+            episode.digests.append(_digest(start))
+        return episode
 
     async def step(self, episode: ServedEpisode, action: wire.Action) -> wire.StepResult:
         """Take an action in an episode, which continues on another server if its own one is lost.
@@ -283,7 +275,7 @@ class EnvironmentClient:
                         return server, reply
                     reason = f"{server.url} is refused: {differences(reply.environment, expected)}"
                     log.warning("an environment-server is refused", reason=reason)
-                self._note_failure(server)
+                self._failed[server.url] = time.monotonic()
             if time.monotonic() > end:
                 raise DependencyLostError(f"no environment-server began an episode: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
@@ -308,13 +300,9 @@ class EnvironmentClient:
             except DependencyLostError as error:
                 waited = time.monotonic() - began
                 if waited > self.deadline or (waited > patience and not await server.is_healthy()):
-                    self._note_failure(server)
+                    self._failed[server.url] = time.monotonic()
                     return _lost(item.episode, str(error))
             await asyncio.sleep(PAUSE_SECONDS)
-
-    def _note_failure(self, server: EnvironmentServer) -> None:
-        """Make a server the last choice for a while."""
-        self._failed[server.url] = time.monotonic()
 
     async def _recover(self, episode: ServedEpisode, action: wire.Action, lost: wire.StepResult) -> wire.StepResult:
         """Return the result of an action at which an episode was lost, after further attempts elsewhere."""
@@ -401,12 +389,11 @@ async def find_servers(least: int, task: Task = Task.ENVIRONMENT_SERVER) -> list
     if "SKYPILOT_JOBGROUP_NAME" not in os.environ:
         return [endpoint(task)]
     nodes: list[Endpoint] = []
-    for rank in itertools.count():
-        address = endpoint(task, rank=rank)
+    while True:
+        address = endpoint(task, rank=len(nodes))
         try:
             await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError:
-            if rank >= least:
+            if len(nodes) >= least:
                 return nodes
         nodes.append(address)
-    raise AssertionError("itertools.count never ends")

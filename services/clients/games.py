@@ -20,16 +20,7 @@ from services.core.errors import DependencyLostError
 from services.core.settings import EpisodeLimits
 from services.core.tasks import Stopwatch
 from services.http.client import RequestRefusedError, problem_detail
-from services.protocol.evaluation import (
-    PROGRAM,
-    ActionKind,
-    EnvironmentInfo,
-    ProgramRequest,
-    State,
-    StateKind,
-    StepResult,
-    StepStatus,
-)
+from services.protocol import evaluation as wire
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import END_BEFORE
 
@@ -54,7 +45,7 @@ class Seat:
         self.figures: defaultdict[str, list[float]] = defaultdict(list)
         self._view: list[dict[str, Any]] = []
 
-    def see(self, state: State) -> None:
+    def see(self, state: wire.State) -> None:
         """Take in the environment's view of the game."""
         assert isinstance(state, list)
         before, self._view = self._view, list(state)
@@ -150,7 +141,8 @@ class Game:
         async with self._beginning:
             if self._episode is None:
                 prompt = self._prompt
-                self._episode = await self._environments.begin(seed_of(prompt), _split_of(prompt), prompt.source)
+                split = prompt.id.split("/")[-2] if "/" in prompt.id else None  # as in seeds/train/17
+                self._episode = await self._environments.begin(seed_of(prompt), split, prompt.source)
                 _check(self._episode.environment)
             return self._episode
 
@@ -170,7 +162,7 @@ class Game:
 
     async def _act(self, seat: int, episode: ServedEpisode, text: str) -> None:
         result = _not_lost(await self._environments.step(episode, text))
-        if result.status is StepStatus.REFUSED:
+        if result.status is wire.StepStatus.REFUSED:
             self._seats[seat].refuse(text, result.detail or "The action was refused.")
             return
         episode.follow(result)
@@ -181,13 +173,11 @@ class Game:
         self._changed.set()
 
 
-def _check(info: EnvironmentInfo) -> None:
-    if info.state.kind is not StateKind.MESSAGES or info.action.kind is not ActionKind.TEXT:
-        raise AgentFailedError(
-            f"ENVIRONMENT {info.id!r} has states of {info.state.kind} and actions of {info.action.kind}; a language "
-            "model plays environments of messages and text",
-            "environment",
-        )
+def _check(info: wire.EnvironmentInfo) -> None:
+    if info.state.kind is not wire.StateKind.MESSAGES or info.action.kind is not wire.ActionKind.TEXT:
+        kinds = f"states of {info.state.kind} and actions of {info.action.kind}"
+        remedy = "a language model plays environments of messages and text"
+        raise AgentFailedError(f"ENVIRONMENT {info.id!r} has {kinds}; {remedy}", "environment")
 
 
 class ToolAgent:
@@ -231,19 +221,19 @@ class BoxedProgram:
             AgentFailedError: the episode was lost, or its program was ended because the gateway refused a call.
         """
         task = json.loads(example.for_program())
-        request = ProgramRequest(base_url=base_url, api_key=api_key, example=task, **self._fields)
-        episode = await _reached(self._environments.begin(seed_of(example), PROGRAM, example.source))
+        request = wire.ProgramRequest(base_url=base_url, api_key=api_key, example=task, **self._fields)
+        episode = await _reached(self._environments.begin(seed_of(example), wire.PROGRAM, example.source))
         # On another server the program would make its calls once more, in the same session.
         episode.environment = episode.environment.model_copy(update={"deterministic": False})
         try:
-            status = StepStatus.REFUSED
-            while status is StepStatus.REFUSED:
+            status = wire.StepStatus.REFUSED
+            while status is wire.StepStatus.REFUSED:
                 result = await _reached(self._environments.step(episode, request.model_dump_json()))
                 status = _not_lost(result).status
             episode.follow(result)
         finally:
             await self._environments.end(episode)
-        if status is StepStatus.TRUNCATED:
+        if status is wire.StepStatus.TRUNCATED:
             raise AgentFailedError(str(result.state[-1]["content"]))  # type: ignore[index]  # and the gateway says why
         example.figures = dict(result.figures)
         return result.reward
@@ -266,8 +256,8 @@ async def _reached(work: Awaitable[T]) -> T:
         raise AgentFailedError(str(error), "server") from error
 
 
-def _not_lost(result: StepResult) -> StepResult:
-    if result.status is StepStatus.LOST:
+def _not_lost(result: wire.StepResult) -> wire.StepResult:
+    if result.status is wire.StepStatus.LOST:
         raise AgentFailedError(str(result.detail), "environment" if result.environment_failed else "lost")
     return result
 
@@ -279,15 +269,6 @@ def seed_of(prompt: Prompt) -> int:
         AgentFailedError: the prompt is not a seed.
     """
     if not (prompt.ground_truth.isascii() and prompt.ground_truth.isdecimal()):
-        raise AgentFailedError(
-            f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed; "
-            "set DATASET=seeds or harbor:DIR for ROLLOUT=environment",
-            "seed",
-        )
+        fault = f"prompt {prompt.id} has the ground truth {prompt.ground_truth[:60]!r} in place of a seed"
+        raise AgentFailedError(f"{fault}; set DATASET=seeds or harbor:DIR for ROLLOUT=environment", "seed")
     return int(prompt.ground_truth) % 2**31
-
-
-def _split_of(prompt: Prompt) -> str | None:
-    """Return the split that the prompt's id names, as in ``seeds/train/17``."""
-    parts = prompt.id.split("/")
-    return parts[-2] if len(parts) > 1 else None

@@ -125,9 +125,7 @@ class Decision(NamedTuple):
 class NoActionError(Exception):
     """A policy gives no action for one of the states that it was asked for; ``detail`` says why."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail)
-        self.detail = detail
+    detail: str
 
 
 class Step(NamedTuple):
@@ -188,52 +186,37 @@ async def play(
                 under_way.append(episode)
             else:
                 await on_end(episode)
-        if under_way:
-            await _play_round(arena, under_way, ask, on_end, on_steps)
-        elif not new:
+        if not under_way and not new:
             return
+        asked = list(under_way)
+        moves = await _decide(ask, asked) if asked else []
+        results = await arena.step([(episode, decision.action) for episode, decision in moves]) if moves else []
+        steps = [Step(episode, decision, result) for (episode, decision), result in zip(moves, results, strict=True)]
+        new_steps = [step for step in steps if step.result.is_taken]
+        if on_steps is not None and new_steps:
+            on_steps(new_steps)
+        for step in steps:
+            if step.result.is_taken:
+                step.episode.follow(step.result)
+            else:
+                step.episode.give_up(step.result.status, step.result.detail)
+        over = [episode for episode in asked if episode.status is not wire.StepStatus.RUNNING]
+        for episode in over:
+            under_way.remove(episode)
+        if over:
+            await arena.end(over)
+        for episode in over:
+            await on_end(episode)
 
 
-async def _play_round(
-    arena: Arena[PlayedEpisode],
-    under_way: list[PlayedEpisode],
-    ask: Ask[PlayedEpisode],
-    on_end: OnEnd[PlayedEpisode],
-    on_steps: OnSteps | None,
-) -> None:
-    decisions = await _decide(ask, list(under_way))
-    moves = [(episode, decision) for episode, decision in decisions if isinstance(decision, Decision)]
-    for episode, decision in decisions:
-        if isinstance(decision, NoActionError):
-            episode.give_up(wire.StepStatus.REFUSED, decision.detail)
-    results = await arena.step([(episode, decision.action) for episode, decision in moves]) if moves else []
-    steps = [Step(episode, decision, result) for (episode, decision), result in zip(moves, results, strict=True)]
-    new_steps = [step for step in steps if step.result.is_taken]
-    if on_steps is not None and new_steps:
-        on_steps(new_steps)
-    for (episode, _), result in zip(moves, results, strict=True):
-        if result.is_taken:
-            episode.follow(result)
-        else:
-            episode.give_up(result.status, result.detail)
-    over = [episode for episode, _ in decisions if episode.status is not wire.StepStatus.RUNNING]
-    for episode in over:
-        under_way.remove(episode)
-    if over:
-        await arena.end(over)
-    for episode in over:
-        await on_end(episode)
-
-
-async def _decide(
-    ask: Ask[PlayedEpisode], episodes: Sequence[PlayedEpisode]
-) -> list[tuple[PlayedEpisode, Decision | NoActionError]]:
-    """Ask for decisions; if the policy refuses a state, ask for each state alone, so that only that one is refused."""
+async def _decide(ask: Ask[PlayedEpisode], episodes: Sequence[PlayedEpisode]) -> list[tuple[PlayedEpisode, Decision]]:
+    """Ask for decisions; if the policy refuses a state, ask for each state alone, and give up the refused one only."""
     try:
         return list(zip(episodes, await ask(episodes), strict=True))
     except NoActionError as error:
         if len(episodes) == 1:
-            return [(episodes[0], error)]
+            episodes[0].give_up(wire.StepStatus.REFUSED, error.detail)
+            return []
     alone = await asyncio.gather(*(_decide(ask, [episode]) for episode in episodes))
     return [pair for pairs in alone for pair in pairs]
 

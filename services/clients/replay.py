@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import httpx
 
@@ -13,8 +12,6 @@ from services.core.errors import DependencyLostError
 from services.http.client import Reply, ServiceClient
 from services.protocol import replay as wire
 from services.protocol.groups import Group, GroupFormatError, pack
-
-Waited = TypeVar("Waited", wire.LeaseReply, wire.AdmissionReply)
 
 ACCEPT = {"Accept": wire.GROUPS_TYPE}
 
@@ -73,8 +70,8 @@ class ReplayClient(ServiceClient):
         return (await self._wait_for("/queue/admission", wire.AdmissionReply, request)).places
 
     async def _wait_for(
-        self, path: str, kind: type[Waited], request: wire.LeaseRequest | wire.AdmissionRequest
-    ) -> Waited:
+        self, path: str, kind: type[Reply], request: wire.LeaseRequest | wire.AdmissionRequest
+    ) -> Reply:
         """Send a request that the server may hold for its ``wait_seconds``."""
         wait = request.wait_seconds
         return await self.call(

@@ -84,13 +84,13 @@ def _chunks(items: Sequence[wire.RewardItem]) -> Iterator[list[wire.RewardItem]]
     size = 0
     for item in items:
         row = item.row or ""
-        own = len(item.prompt) + len(item.response) + len(item.ground_truth) + (len(row) if row not in rows else 0)
-        if chunk and (len(chunk) == REWARDS_A_REQUEST or size + own > CHARACTERS_A_REQUEST):
+        own = len(item.prompt) + len(item.response) + len(item.ground_truth)
+        of_row = 0 if row in rows else len(row)
+        if chunk and (len(chunk) == REWARDS_A_REQUEST or size + own + of_row > CHARACTERS_A_REQUEST):
             yield chunk
-            chunk, rows, size = [], set(), 0
-            own = len(item.prompt) + len(item.response) + len(item.ground_truth) + len(row)
+            chunk, rows, size, of_row = [], set(), 0, len(row)
         chunk.append(item)
         rows.add(row)
-        size += own
+        size += own + of_row
     if chunk:
         yield chunk

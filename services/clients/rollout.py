@@ -15,7 +15,7 @@ import functools
 import secrets
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
@@ -107,9 +107,9 @@ class _Begun:
     key: str = field(default_factory=functools.partial(secrets.token_hex, 8))
     """The routing key of its requests: the worker that has its tokens in its cache."""
 
-    @property
-    def tokens(self) -> int:
-        return self.so_far.tokens
+
+_ByEnd = tuple[list[TokenSequence], list[_Begun]]
+"""Completions that have ended, and those that are unfinished."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,6 @@ class _Call:
     """The time, by time.monotonic(), after which it sends no request."""
     lost: DependencyLostError | None = None
     """The newest error of a request that no worker answered."""
-
-
-@dataclass(frozen=True)
-class _Reply:
-    """The completions of one request: those that have ended, and those that are unfinished."""
-
-    done: list[TokenSequence]
-    begun: list[_Begun]
 
 
 class RolloutClient(HttpClient):
@@ -214,7 +206,11 @@ class RolloutClient(HttpClient):
             RequestRefusedError: the engine refuses the request, for example because the prompt is too long.
             DependencyLostError: no completion could be generated within deadline and tries.
         """
-        self._check_prompt(prompt_ids)
+        if not prompt_ids:
+            raise ValueError("a prompt has at least one token")
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
         sizes = [1] * n if self.seed_each_completion else [n]
         async with self._places:
             # The deadline starts here, so that waiting for a place uses up none of it.
@@ -228,9 +224,7 @@ class RolloutClient(HttpClient):
                 call.end = 0.0  # where one request is refused, the other completions end with those under way
         MISSING.inc(max(n - len(done), 0))
         if not done:
-            raise call.lost or DependencyLostError(
-                f"{self.url} aborted all completions of a prompt; see the logs of {Task.ROLLOUT_SERVER.value}"
-            )
+            raise call.lost or DependencyLostError(f"{self.url} aborted every completion; see rollout-server's logs")
         return done[:n]
 
     async def _finish(
@@ -249,13 +243,13 @@ class RolloutClient(HttpClient):
         """
         if idle == MAX_ROUNDS or time.monotonic() >= call.end:
             return []
-        reply = await self._send(call, begun, n, seeds)
-        has_new = reply.done or any(each.tokens > begun.tokens for each in reply.begun)
-        missing = n - len(reply.done) - len(reply.begun)
+        done, unfinished = await self._send(call, begun, n, seeds)
+        has_new = done or any(each.so_far.tokens > begun.so_far.tokens for each in unfinished)
+        missing = n - len(done) - len(unfinished)
         sizes = [1] * missing if self.seed_each_completion else [missing] * (missing > 0)
         # Under a new key, so that another worker begins or continues what is missing.
-        rest = [*((_Begun(begun.so_far), size) for size in sizes), *((each, 1) for each in reply.begun)]
-        return reply.done + await _all(
+        rest = [*((_Begun(begun.so_far), size) for size in sizes), *((each, 1) for each in unfinished)]
+        return done + await _all(
             self._finish(call, each, size, seeds and seeds.of_next(i, len(rest)), 0 if has_new else idle + 1)
             for i, (each, size) in enumerate(rest)
         )
@@ -281,17 +275,10 @@ class RolloutClient(HttpClient):
             return
         self.lora_path = ADAPTER_NAME
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise ValueError("a prompt has at least one token")
-        for token in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
-
-    async def _send(self, call: _Call, begun: _Begun, n: int, seeds: _Seeds | None) -> _Reply:
+    async def _send(self, call: _Call, begun: _Begun, n: int, seeds: _Seeds | None) -> _ByEnd:
         """Send one request for the next piece of ``n`` completions that begin with ``begun``."""
         params = call.params
-        left = params.max_new_tokens - begun.tokens
+        left = params.max_new_tokens - begun.so_far.tokens
         # A stop text could begin in one piece and end in the next.
         piece = left if params.stop else min(left, PIECE_TOKENS)
         sampling = {**asdict(params), "max_new_tokens": piece, "n": n}
@@ -307,18 +294,16 @@ class RolloutClient(HttpClient):
         except DependencyLostError as error:
             LOST.inc()
             call.lost = error
-            return _Reply([], [])
+            return [], []
         TOKENS.inc(sum(completion.tokens for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
-        sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
-        if begun.tokens and sorted_by_end.done:
+        done, unfinished = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
+        if begun.so_far.tokens and done:
             async with self._loading:
                 tokenizer = await asyncio.to_thread(self._tokenizer)
             if tokenizer is not None:
-                texts = [{"completion": _text(tokenizer, one, params.stop)} for one in sorted_by_end.done]
-                done = [one.model_copy(update=text) for one, text in zip(sorted_by_end.done, texts, strict=True)]
-                return replace(sorted_by_end, done=done)
-        return sorted_by_end
+                done = [one.model_copy(update={"completion": _text(tokenizer, one, params.stop)}) for one in done]
+        return done, unfinished
 
     async def _ask(self, body: dict[str, Any], headers: dict[str, str], deadline: float) -> httpx.Response:
         """Return the reply to a request, which waits for the trained adapter while a worker does not have it yet.
@@ -343,7 +328,7 @@ async def _all(parts: Iterable[Coroutine[Any, Any, list[TokenSequence]]]) -> lis
     return [completion for part in await asyncio.gather(*parts) for completion in part]
 
 
-def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _Reply:
+def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int, most: int) -> _ByEnd:
     """Return the completions that begin with ``begun`` and continue with the ``received`` tokens; count them.
 
     Args:
@@ -367,4 +352,4 @@ def _sorted_by_end(begun: _Begun, received: Sequence[TokenSequence], piece: int,
             RESUBMITTED.labels("aborted").inc()
         if whole.tokens:
             unfinished.append(_Begun(whole, begun.key))
-    return _Reply(done, unfinished)
+    return done, unfinished

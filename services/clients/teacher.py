@@ -76,11 +76,15 @@ class TeacherClient(HttpClient):
                 ids, scores = await self._ask({"text": PROBE}, 1)
                 half = len(ids) // 2
                 again = await self.score(ids, half)
-                await self._check_context()
+                # The length of the context, where the endpoint tells it.
+                info = (await self.request("GET", "/get_server_info")).json()
         except TimeoutError as error:
             raise DependencyLostError(f"teacher at {self.url}: no answer within {deadline_seconds:g} s") from error
         except (RequestRefusedError, FalseScoresError) as error:
             raise self._cannot_score(str(error)) from error
+        numbers = (info.get("context_length"), info.get("max_req_input_len"), info.get("max_total_num_tokens"))
+        known = [number for number in numbers if isinstance(number, int)]
+        check_context(f"TEACHER_URL={self.url}", min(known, default=math.inf), self._longest_answer)
         if probe_distance(again, scores[half - 1 :]) > SAME:
             raise self._cannot_score("two requests for the same tokens gave other numbers")
         self.probe_ids, self.probe = ids, scores
@@ -122,19 +126,10 @@ class TeacherClient(HttpClient):
         try:
             ids, scores = ROUTED.read_scores(response.json())
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise FalseScoresError(
-                f"the answer of the teacher at {self.url} has no log-probabilities of the prompt"
-            ) from error
+            raise FalseScoresError(f"teacher at {self.url} gave no log-probabilities of the prompt") from error
         if wrong := [score for score in scores if not LEAST < score <= ROUNDING]:
             raise FalseScoresError(f"teacher at {self.url} gave {wrong[0]} as a log-probability; see its log")
         return ids, scores
-
-    async def _check_context(self) -> None:
-        """Check the length of the context, where the endpoint tells it."""
-        info = (await self.request("GET", "/get_server_info")).json()
-        numbers = (info.get("context_length"), info.get("max_req_input_len"), info.get("max_total_num_tokens"))
-        known = [number for number in numbers if isinstance(number, int)]
-        check_context(f"TEACHER_URL={self.url}", min(known, default=math.inf), self._longest_answer)
 
     def _cannot_score(self, reason: str) -> ConfigurationError:
         return ConfigurationError(

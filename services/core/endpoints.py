@@ -129,13 +129,10 @@ def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
         ConfigurationError: JOBGROUP_ENDPOINTS is malformed, or lacks the node of a task of which it has others.
     """
     port, task = PORTS[task][0] if port is None else port, hosting_task(task)
-    mapping = mapped_addresses()
-    is_lacking = bool(mapping) and not any(key.startswith(f"{task.value}-") for key in mapping)
-    mapped = None if is_lacking else _mapped(task, port, rank)
-    if mapped is not None:
-        return mapped
-    group = os.environ.get("SKYPILOT_JOBGROUP_NAME")
-    if is_lacking:
+    mapping, group = mapped_addresses(), os.environ.get("SKYPILOT_JOBGROUP_NAME")
+    if any(key.startswith(f"{task.value}-") for key in mapping):
+        return _mapped(task, port, rank)
+    if mapping:
         group = group or "invalid"
     return Endpoint(f"{task.value}-{rank}.{group}" if group else "127.0.0.1", port)
 
@@ -147,9 +144,8 @@ def bind_address(task: Task, port: int | None = None) -> Endpoint:
     listens on 127.0.0.1 alone.
     """
     port = PORTS[task][0] if port is None else port
-    mapped = _mapped(hosting_task(task), port, node_rank())
-    if mapped is not None:
-        return mapped
+    if mapped_addresses():
+        return _mapped(hosting_task(task), port, node_rank())
     everywhere = EVERYWHERE[all(":" in address for address in node_addresses())]
     return Endpoint(everywhere if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)
 
@@ -239,15 +235,10 @@ def tiers_are_apart() -> bool:
     return bool(os.environ.get("SKYPILOT_JOBGROUP_NAME"))
 
 
-def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
-    if not (mapping := mapped_addresses()):
-        return None
+def _mapped(task: Task, port: int, rank: int) -> Endpoint:
     key = f"{task.value}-{rank}:{port}"
-    address = mapping.get(key)
-    if address is None:
-        raise ConfigurationError(
-            f"{ENDPOINTS_VARIABLE} has no entry {key!r}; give it as 'host:port' or unset the variable"
-        )
+    if (address := mapped_addresses().get(key)) is None:
+        raise ConfigurationError(f"{ENDPOINTS_VARIABLE} lacks {key!r}; give its 'host:port', or unset the variable")
     host, _, number = address.rpartition(":")
     return Endpoint(host.strip("[]"), int(number))
 

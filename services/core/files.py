@@ -1,4 +1,4 @@
-"""Files and directories: atomic replacement, full disks, damaged databases, and models' directories."""
+"""Files and directories: atomic replacement, full disks, and models' directories."""
 
 from __future__ import annotations
 
@@ -161,10 +161,8 @@ def check_model_directory(model: str, setting: str = "MODEL_NAME") -> None:
         if not is_path or path.exists():
             return
     except OSError as error:
-        raise ConfigurationError(
-            f"{setting}={model}: {error.filename} cannot be read ({error.strerror}); let this user read it, or give "
-            "another directory"
-        ) from error
+        reason = f"{error.filename} cannot be read ({error.strerror}); let this user read it, or give another directory"
+        raise ConfigurationError(f"{setting}={model}: {reason}") from error
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
         remedy = f"`make demo` makes it, or `grpo demo-model {model}`"
@@ -187,9 +185,7 @@ def check_model(model: str, setting: str = "MODEL_NAME") -> None:
             remedy = f"it is a run; give {path / 'model'}"
         elif (path / "adapter_config.json").exists():
             remedy = f"it is an adapter; `grpo merge-adapter {path} merged` makes a model of it"
-        raise ConfigurationError(
-            f"{setting}={model}: {path.resolve()} has no config.json, so it is not a model's directory; {remedy}"
-        )
+        raise ConfigurationError(f"{setting}={model}: {path.resolve()} has no config.json; {remedy}")
 
 
 def is_full(directory: Path) -> bool:
@@ -201,36 +197,3 @@ def free_space(directory: Path) -> str:
     """Return a phrase that says how much of the disk of ``directory`` is free."""
     usage = shutil.disk_usage(directory)
     return f"{usage.free / 2**20:.1f} MiB of {usage.total / 2**20:.0f} MiB are free in {directory}"
-
-
-def database_damage(error: BaseException, file: Path, loss: str) -> ConfigurationError | None:
-    """Return the error that ends a service whose SQLite file is damaged; None for an error of another cause.
-
-    Args:
-        error: SQLite's error.
-        file: the damaged file.
-        loss: the end of the message, which says what the user loses without the file.
-    """
-    # Other causes have a subclass: a full disk, a lock, a statement that cannot be executed.
-    is_damage = type(error) is sqlite3.DatabaseError or "Could not decode to UTF-8" in str(error)
-    if not is_damage or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
-        return None
-    return ConfigurationError(
-        f"{str(file)!r} is damaged: {error}; check its disk, move its directory away and start again: {loss}"
-    )
-
-
-def require_database_format(database: sqlite3.Connection, file: Path, version: int) -> None:
-    """Check that a database has a format ``version``; give it to a new database.
-
-    Raises:
-        ConfigurationError: another version of this program wrote it.
-    """
-    [(stored,)] = database.execute("PRAGMA user_version")
-    [(tables,)] = database.execute("SELECT count(*) FROM sqlite_master")
-    if tables and stored != version:
-        raise ConfigurationError(
-            f"{str(file)!r} was written by another version of this program (its format is {stored}, this program reads "
-            f"{version}); continue with that version, or begin a new run"
-        )
-    database.execute(f"PRAGMA user_version = {version}")

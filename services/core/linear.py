@@ -48,20 +48,15 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """A weight in its usual layout; rows are padded to a multiple of ``pad_rows``."""
+    """A weight in its usual layout; rows are padded to a multiple of PAD_ROWS."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, pad_rows: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-        self._pad_rows = pad_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        rows = x.shape[0]
-        missing = -rows % self._pad_rows
-        if missing:
-            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-        return torch.nn.functional.linear(x, self.weight, self.bias)[:rows]
+        return torch.nn.functional.linear(_padded(x), self.weight, self.bias)[: len(x)]
 
 
 class Head:
@@ -87,8 +82,11 @@ class Head:
         """Apply the layer."""
         if self._layer is not None:
             return self._layer(x.float())
-        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % PAD_ROWS))
-        return torch.mm(padded, self.weight.T, out_dtype=torch.float32)[: len(x)]
+        return torch.mm(_padded(x), self.weight.T, out_dtype=torch.float32)[: len(x)]
+
+
+def _padded(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % PAD_ROWS))
 
 
 Linear = PackedLinear | PlainLinear | Head
@@ -106,4 +104,4 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the layer for ``weight`` [out, in], on its device and in its type."""
     if can_pack(weight.dtype, weight.device):
         return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias, pad_rows=PAD_ROWS)
+    return PlainLinear(weight, bias)

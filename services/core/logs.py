@@ -29,24 +29,17 @@ def configure(component: str, level: str = "info") -> None:
         add_component,
         structlog.processors.StackInfoRenderer(),
     ]
+    formatter = structlog.stdlib.ProcessorFormatter
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *shared, formatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
+        formatter(
             foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                _text_line,
-            ],
+            processors=[formatter.remove_processors_meta, structlog.processors.format_exc_info, _text_line],
         )
     )
     root = logging.getLogger()

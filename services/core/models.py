@@ -191,10 +191,8 @@ def _configured(model: str, named_by: str, field: str) -> int:
     except KeyError:
         reason = f"its config.json has no {field}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = first_line(error)
-    raise ConfigurationError(
-        f"{named_by} {model!r}: its configuration cannot be loaded: {reason}; give a Hugging Face name or directory"
-    )
+        reason = f"its configuration cannot be loaded: {first_line(error)}"
+    raise ConfigurationError(f"{named_by} {model!r}: {reason}; give a Hugging Face name or directory")
 
 
 def attention_option(config: Any) -> dict[str, str]:

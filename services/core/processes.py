@@ -1,4 +1,4 @@
-"""Processes: children that are started, stopped and restarted, and stale ones of an earlier start on the same node.
+"""Processes: children that are started and stopped, and stale ones of an earlier start on the same node.
 
 A child leads a session and process group of its own. So a signal from a terminal reaches its parent only, and
 the processes that it started end with it.
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,48 +116,6 @@ def describe_exit(code: int) -> str:
 def shell_code(code: int) -> int:
     """Return a process's return code as a shell has it: 128 + n for a process that signal n ended."""
     return 128 - code if code < 0 else code
-
-
-class Restarts:
-    """The restarts of a child: whether one more is allowed, and how long to wait before it."""
-
-    def __init__(
-        self, most: int, *, window_seconds: float = math.inf, first_pause: float = 1.0, longest_pause: float = 30.0
-    ) -> None:
-        """Make the rule.
-
-        Args:
-            most: restarts allowed within the window.
-            window_seconds: the time after which a restart no longer counts.
-            first_pause: seconds before the first restart within the window; they double with each further one.
-            longest_pause: seconds at most.
-        """
-        self.most = most
-        self._window_seconds = window_seconds
-        self._first_pause, self._longest_pause = first_pause, longest_pause
-        self._times: deque[float] = deque()
-
-    @property
-    def count(self) -> int:
-        """The restarts within the window, one that was refused included."""
-        return len(self._times)
-
-    @property
-    def pause_seconds(self) -> float:
-        """The wait before the restart that was counted last."""
-        return min(self._first_pause * 2.0 ** (self.count - 1), self._longest_pause)
-
-    def add(self) -> bool:
-        """Count a restart, and return whether it is allowed."""
-        now = time.monotonic()
-        self._times.append(now)
-        while self._times[0] < now - self._window_seconds:
-            self._times.popleft()
-        return self.count <= self.most
-
-    def forget(self) -> None:
-        """Start counting again, because the child has done some work."""
-        self._times.clear()
 
 
 GRACE_SECONDS = 10.0

@@ -24,7 +24,7 @@ from services.core.errors import ConfigurationError
 from services.core.machine import KeepMemory
 from services.core.removed import removed_among
 from services.core.run_ids import RUN_ID, default_run_id
-from services.core.sources import MAIN, Schedule, Source, Sources, load_sources
+from services.core.sources import MAIN, Schedule, Source, load_sources
 
 
 def _parse_json(value: object) -> object:
@@ -81,9 +81,7 @@ class Settings(BaseSettings):
     def _no_user_in_url(self) -> Self:
         for name, value in self:
             if isinstance(value, str) and _USER_IN_URL.search(value):
-                raise ValueError(
-                    f"{name.upper()} has a user or a password in its URL, which others can read; remove it"
-                )
+                raise ValueError(f"{name.upper()} has a user or password in its URL, which others can read; remove it")
         return self
 
     @classmethod
@@ -150,13 +148,13 @@ class SourcesSettings(Settings):
     docs/guides/agents.md. Unset: DATASET is the only source."""
 
     _by_source: dict[str, Self] = PrivateAttr(default_factory=dict)
-    _sources: Sources = PrivateAttr(default_factory=lambda: Sources((MAIN,)))
+    _sources: list[Source] = PrivateAttr(default_factory=lambda: [MAIN])
 
     @model_validator(mode="after")
     def _read_sources(self) -> Self:
         if self.sources is not None:
             self._sources = load_sources(self.sources)
-            self._by_source = {source.name: self._of(source) for source in self._sources.all}
+            self._by_source = {source.name: self._of(source) for source in self._sources}
         return self
 
     @model_validator(mode="after")
@@ -185,7 +183,7 @@ class SourcesSettings(Settings):
             ConfigurationError: ``function`` raised it; the message has the file and the source's name.
         """
         results = {}
-        for source, settings in zip(self._sources.all, self.by_source().values(), strict=True):
+        for source, settings in zip(self._sources, self.by_source().values(), strict=True):
             try:
                 results[source.name] = function(settings, source)
             except ConfigurationError as error:
@@ -197,7 +195,7 @@ class SourcesSettings(Settings):
     @property
     def schedule(self) -> Schedule:
         """The source of every group that is trained on, by the group's place in the run."""
-        return Schedule({source.name: source.ratio for source in self._sources.trained})
+        return Schedule({source.name: source.ratio for source in self._sources if not source.eval_only})
 
     def without_sources(self, **own: Any) -> Self:
         """Return the run's settings, replaced by ``own``, as those of a run without SOURCES.

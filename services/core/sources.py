@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,20 +72,8 @@ MAIN = Source.model_construct(name="")
 """The only source of a run without SOURCES. Its name is empty, since no prompt, metric or column has one there."""
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The sources of a run, sorted by name."""
-
-    all: tuple[Source, ...]
-
-    @property
-    def trained(self) -> tuple[Source, ...]:
-        """The sources that are trained on."""
-        return tuple(source for source in self.all if not source.eval_only)
-
-
-def load_sources(path: Path) -> Sources:
-    """Read the sources of a file.
+def load_sources(path: Path) -> list[Source]:
+    """Return the sources of a file, sorted by name.
 
     Raises:
         ConfigurationError: it cannot be read, or a source in it is not valid; the message has the source and a remedy.
@@ -105,7 +92,7 @@ def load_sources(path: Path) -> Sources:
         sources[source.name] = source
     if all(source.eval_only for source in sources.values()):
         raise ConfigurationError(f"{where}: every source is eval_only; train on at least one")
-    return Sources(tuple(sources[name] for name in sorted(sources)))
+    return [sources[name] for name in sorted(sources)]
 
 
 def _source(values: Mapping[str, Any], where: str) -> Source:

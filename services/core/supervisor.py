@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.core.processes import Command, Restarts, describe_exit, end_group, signal_group
+from services.core.processes import Command, describe_exit, end_group, signal_group
 from services.core.tasks import run_until_first_ends
 
 log = get_logger(__name__)
@@ -22,6 +23,8 @@ GRACE_SECONDS = 4.0
 """The time between SIGTERM and SIGKILL; SkyPilot allows the launcher ten seconds."""
 START_POLL_SECONDS = 0.1
 POLL_SECONDS = 0.5
+HANG_SECONDS = 60.0
+"""An engine or router that does not answer for that long is killed and restarted: longer than any step takes."""
 
 
 class ChildRefusedError(ConfigurationError):
@@ -38,7 +41,7 @@ class SupervisedProcess:
         *,
         max_restarts: int,
         start_seconds: float,
-        hang_seconds: float,
+        hang_seconds: float = HANG_SECONDS,
     ) -> None:
         """Describe a child; ``run`` starts it.
 
@@ -59,12 +62,9 @@ class SupervisedProcess:
         self._hang_seconds = hang_seconds
         self._healthy_start = 0
         self._became_healthy = asyncio.Condition()
-        self._restarts = Restarts(
-            max_restarts,
-            window_seconds=RESTART_WINDOW_SECONDS,
-            first_pause=FIRST_PAUSE_SECONDS,
-            longest_pause=LONGEST_PAUSE_SECONDS,
-        )
+        self._max_restarts = max_restarts
+        self._restarts: deque[float] = deque()
+        """The times of the restarts within the window, by time.monotonic."""
         self._process: asyncio.subprocess.Process | None = None
 
     async def wait_until_healthy(self, after: int) -> int:
@@ -94,12 +94,8 @@ class SupervisedProcess:
                 assert process.returncode is not None
                 self.kill()
                 log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
-                if process.returncode == EXIT_CONFIGURATION:
-                    raise ChildRefusedError(
-                        f"the {self.command.name} cannot run with these settings; it says why above"
-                    )
                 self._count_restart(process.returncode)
-                await asyncio.sleep(self._restarts.pause_seconds)
+                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (len(self._restarts) - 1), LONGEST_PAUSE_SECONDS))
                 if self.before_restart is not None:
                     await self.before_restart()
         finally:
@@ -129,12 +125,16 @@ class SupervisedProcess:
             await asyncio.sleep(poll_seconds)
 
     def _count_restart(self, code: int) -> None:
-        child = f"{self.command.name} ({self.command.module})"
-        if not self._healthy_start and self.starts > self._restarts.most:
+        if code == EXIT_CONFIGURATION:
+            raise ChildRefusedError(f"the {self.command.name} cannot run with these settings; it says why above")
+        child, most = f"{self.command.name} ({self.command.module})", self._max_restarts
+        if not self._healthy_start and self.starts > most:
             never = f"never answered in {self.starts} starts and {describe_exit(code)}"
             raise ConfigurationError(f"the {child} {never}; see its own messages above, and its settings")
-        if not self._restarts.add():
-            most = self._restarts.most
+        self._restarts.append(time.monotonic())
+        while self._restarts[0] < self._restarts[-1] - RESTART_WINDOW_SECONDS:
+            self._restarts.popleft()
+        if len(self._restarts) > most:
             raise DependencyLostError(
                 f"the {child} {describe_exit(code)} after {most} restart{'s'[: most != 1]} in "
                 f"{RESTART_WINDOW_SECONDS / 60:g} minutes, the limit (ROLLOUT_MAX_RESTARTS of a rollout-server); its "

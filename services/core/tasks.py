@@ -160,21 +160,14 @@ class Timeline:
         """Return the spans as events of Chrome's trace format, in microseconds since ``begin``, and keep no more."""
         spans, self._spans = self._spans or [], None
         tracks = {track: number for number, track in enumerate(dict.fromkeys(track for track, *_ in spans))}
-        names = [
+        events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": track}}
             for track, number in tracks.items()
         ]
-        return names + [
-            {
-                "ph": "X",
-                "name": name,
-                "pid": 0,
-                "tid": tracks[track],
-                "ts": (start - self._began) * 1e6,
-                "dur": (end - start) * 1e6,
-            }
-            for track, name, start, end in spans
-        ]
+        for track, name, start, end in spans:
+            begin, lasted = (start - self._began) * 1e6, (end - start) * 1e6
+            events.append({"ph": "X", "name": name, "pid": 0, "tid": tracks[track], "ts": begin, "dur": lasted})
+        return events
 
 
 TIMELINE = Timeline()

@@ -132,9 +132,7 @@ def run_python(python: str, script: str) -> subprocess.CompletedProcess[str]:
             [python, "-c", script], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except OSError as error:
-        raise ConfigurationError(
-            f"SGLANG_PYTHON is {python!r}, which cannot be run ({error}); give the path of a Python interpreter"
-        ) from error
+        raise ConfigurationError(f"SGLANG_PYTHON={python} cannot be run ({error}); name an interpreter") from error
 
 
 @cache

@@ -126,7 +126,7 @@ class DataSettings(
     @model_validator(mode="after")
     def _belongs_to_dataset(self) -> Self:
         given = [name.upper() for name in ("dataset_config", "dataset_test") if getattr(self, name) is not None]
-        if given and self.sources and all("dataset" in source.settings for source in self._sources.all):
+        if given and self.sources and all("dataset" in source.settings for source in self._sources):
             raise ValueError(
                 f"{given[0]} is set, but each source in SOURCES has a dataset of its own; write it as "
                 f"{given[0].lower()} under the source that it belongs to"

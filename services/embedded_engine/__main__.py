@@ -11,7 +11,7 @@ from services.core import endpoints, logs, machine
 from services.core.errors import exit_code_of
 from services.core.imports import pause_collection
 from services.core.models import model_files
-from services.embedded_engine.families import is_known, read_config
+from services.embedded_engine.families import is_known
 from services.engines.settings import EngineSettings
 from services.http.server import listen, serve
 
@@ -23,7 +23,7 @@ def import_application(model_name: str) -> ModuleType:
     transformers computes.
     """
     with pause_collection():
-        if is_known(read_config(model_files(model_name, with_weights=False))):
+        if is_known(model_files(model_name, with_weights=False)):
             import_transformers_alone()
         from services.embedded_engine import app
     return app

@@ -124,7 +124,7 @@ def pack_adapter(
 
 def _merged(pairs: Mapping[str, tuple[Tensor, Tensor]], architecture: Architecture, device: torch.device) -> Adapter:
     """Return the adapter of a known family from A and s B of each adapted projection."""
-    layers = architecture.linear_layers()
+    layers = architecture.linear_layers
 
     def low_rank(layer: int, projections: Sequence[str]) -> LowRank | None:
         downs, ups = [], []
@@ -162,7 +162,7 @@ def _checked(
     tensors: Mapping[str, Tensor], architecture: TensorNames, rank: int, source: str
 ) -> dict[str, dict[str, Tensor]]:
     """Return A and B of each adapted layer, after comparing their names and shapes with the model's layers."""
-    layers = architecture.linear_layers()
+    layers = architecture.linear_layers
     factors: dict[str, dict[str, Tensor]] = {}
     problems = [] if tensors else ["there are no tensors"]
     for name, tensor in tensors.items():

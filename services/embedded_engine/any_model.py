@@ -65,9 +65,8 @@ class AnyArchitecture:
             with torch.device("meta"):
                 template: PreTrainedModel = AutoModelForCausalLM.from_config(self.config)
         except ValueError as error:
-            raise WeightsError(
-                f"model type {self.config.model_type!r}: transformers has no causal language model of it"
-            ) from error
+            kind = self.config.model_type
+            raise WeightsError(f"model type {kind!r}: transformers has no causal language model of it") from error
         self.kind = type(template)
         self.family: str = self.config.model_type
         self.vocab_size: int = self.config.vocab_size
@@ -78,34 +77,28 @@ class AnyArchitecture:
         self.parameters = {name for name, _ in unique.values()}
         """The names of the model's tensors, tied ones once."""
         files = self.as_in_files({name: x.data for name, x in unique.values()})
-        self._shapes = {name: tuple(x.shape) for name, x in files.items()}
+        self.shapes = {name: tuple(x.shape) for name, x in files.items()}
+        """The shape of every tensor by its name in the family's checkpoints, tied tensors once."""
         self._tied = template.state_dict().keys() - self.parameters
         self.prefix = template.base_model_prefix
         parts = {name: part for name, part in template.named_modules() if isinstance(part, nn.Linear)}
         self.head = next((name for name, part in parts.items() if part is template.get_output_embeddings()), "")
-        self._linear = {n: (part.out_features, part.in_features) for n, part in parts.items() if n != self.head}
+        self.linear_layers = {n: (part.out_features, part.in_features) for n, part in parts.items() if n != self.head}
+        """Outputs and inputs of every linear layer but the output head, by name."""
 
     def as_in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's tensors as its family's checkpoints have them."""
         converted: dict[str, Tensor] = revert_weight_conversion(self._template, tensors)
         return converted
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by its name in the family's checkpoints, tied tensors once."""
-        return self._shapes
-
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Return outputs and inputs of every linear layer but the output head, by name."""
-        return self._linear
-
     def own_name(self, name: str) -> str:
         """Return the text model's name of a tensor or module that a multimodal checkpoint names otherwise."""
         name = _TOWER.sub(f"{self.prefix}.", name).removeprefix("language_model.")
-        return prefixed if (prefixed := f"{self.prefix}.{name}") in self._shapes else name
+        return prefixed if (prefixed := f"{self.prefix}.{name}") in self.shapes else name
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor is allowed but not read: tied, computed, or of another modality."""
-        if name in self._shapes:
+        if name in self.shapes:
             return False
         is_computed = name in self._tied or name.endswith("rotary_emb.inv_freq")
         return self._is_part or is_computed or any(pattern.search(name) for pattern in self._ignored)
@@ -323,7 +316,7 @@ class AnyModel:
         self._cache_name = next((name for name in _CACHES if name in names), "")
         if decoder is module or not isinstance(head, nn.Linear) or not self._cache_name:
             raise WeightsError("it has no decoder with a cache, or no linear output head")
-        self._layers = {name: module.get_submodule(name) for name in self.architecture.linear_layers()}
+        self._layers = {name: module.get_submodule(name) for name in self.architecture.linear_layers}
         self._packed: dict[str, Linear] = {}
         for name, layer in self._layers.items() if self._packs else ():
             self._packed[name] = make_linear(layer.weight, layer.bias)

@@ -87,11 +87,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after its step; unfinished requests end with EngineStoppedError."""
-
-        def end() -> None:
-            self._is_stopping = True
-
-        self._inbox.put(end)
+        self._is_stopping = True
+        self._inbox.put(lambda: None)  # so that a thread that waits looks again
         if self._thread.is_alive():
             self._thread.join()
 
@@ -166,10 +163,8 @@ class Engine:
         """Drop cached keys and values; the result is NotIdleError while sequences run."""
 
         def flush() -> None:
-            if self._scheduler.running:
-                raise NotIdleError(
-                    f"{len(self._scheduler.running)} sequences run; pause with retract or abort, or wait"
-                )
+            if running := len(self._scheduler.running):
+                raise NotIdleError(f"{running} sequences run; pause with retract or abort, or wait")
             self._scheduler.drop_caches()
 
         return self._between_steps(flush)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,18 @@ from services.core.errors import ConfigurationError
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return the content of a model's config.json.
+def is_known(directory: Path) -> bool:
+    """Return whether model.py computes a directory's model: no windows, SiLU, and rotations that do not change.
+
+    It reads config.json itself, since an engine imports transformers in another way for a known family.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: the file cannot be read.
     """
     try:
         config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"MODEL_NAME: the configuration in {directory} cannot be read: {error}") from error
-    return config
-
-
-def is_known(config: Mapping[str, Any]) -> bool:
-    """Return whether model.py computes the model of a config.json: no windows, SiLU, and rotations that do not change.
-
-    It reads the file's own content, since an engine imports transformers in another way for a known family.
-    """
     rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return (
         config.get("model_type") in FAMILIES

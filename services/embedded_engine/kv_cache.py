@@ -11,11 +11,9 @@ When the cache is full, the least recently used leaf is removed first.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +32,7 @@ def round_up(length: int, step: int = STEP) -> int:
     return -(-length // step) * step
 
 
-class Prefixes(ABC):
+class Prefixes:
     """The beginnings of prompts that are kept, of at most ``max_tokens`` tokens, apart by adapter."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -43,38 +41,22 @@ class Prefixes(ABC):
         self.generation = 0
         """Grows when the cache is cleared: what was computed before that must not be inserted."""
 
-    @abstractmethod
     def clear(self) -> None:
         """Drop everything."""
         self.num_tokens = 0
         self.generation += 1
 
-    @abstractmethod
-    def find(self, use_adapter: bool, tokens: Sequence[int]) -> Any:
-        """Return what a model's prefill needs of the longest known beginning of ``tokens``.
 
-        Its ``length`` is the number of tokens that need no prefill, all but one at most.
-        """
-
-    @abstractmethod
-    def insert(self, use_adapter: bool, tokens: Sequence[int], read: Callable[[int, int], Any]) -> None:
-        """Keep what is cached of ``tokens``; ``read(start, stop)`` returns a copy for some of them."""
-
-    @abstractmethod
-    def shared(self, tokens: Sequence[int], other: Sequence[int]) -> int:
-        """Return how many of ``tokens`` are known once ``other`` has been computed."""
-
-
-class Rows(ABC):
+class Rows:
     """The cache of the running sequences, in rows without holes, for at most ``max_tokens`` tokens in all."""
 
-    def __init__(self, max_tokens: int, max_rows: int, prefixes: Prefixes) -> None:
+    def __init__(self, max_tokens: int, max_rows: int) -> None:
         self.max_tokens = max_tokens
         self.max_rows = max_rows
-        self.prefixes = prefixes
-        """The beginnings that ended sequences leave for those that continue them."""
         self.row_length = 0
         """The tokens for which each row has room."""
+        self.has_memory = True
+        """False once the memory was given away."""
 
     def whole_length(self, length: int) -> int:
         """Return the length of rows for sequences of up to ``length`` tokens."""
@@ -84,46 +66,6 @@ class Rows(ABC):
         """Return the number of sequences of up to ``length`` tokens that fit at once."""
         return min(self.max_rows, self.max_tokens // self.whole_length(length))
 
-    @property
-    @abstractmethod
-    def has_memory(self) -> bool:
-        """False once the memory was given away."""
-
-    @abstractmethod
-    def occupy(self, *, has_memory: bool) -> None:
-        """Take the memory, or give it away while no sequence runs."""
-
-    @abstractmethod
-    def ensure(self, length: int, used_rows: int, used_length: int) -> None:
-        """Make rows of ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
-
-        Rows shrink only when none is in use, because the rows in use must be copied.
-        """
-
-    @abstractmethod
-    def move(self, source: int, target: int, length: int) -> None:
-        """Put a row's first ``length`` tokens in the place of another row."""
-
-    @abstractmethod
-    def read(self, row: int, start: int, stop: int) -> Any:
-        """Return a copy of what is cached of some of a row's tokens."""
-
-    @abstractmethod
-    def write(self, rows: slice, content: Any) -> None:
-        """Write what ``read`` returned, into each of ``rows``."""
-
-    @abstractmethod
-    def storer(self, rows: Sequence[slice]) -> Callable[..., None]:
-        """Return a function by which a model's prefill writes each of its sequences into one of ``rows``."""
-
-    @abstractmethod
-    def truncate(self, count: int) -> None:
-        """Forget all but the first ``count`` rows, if that saves memory."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget everything, because even masked values spoil results when they are not finite."""
-
 
 class KVCache(Rows):
     """Rows of keys and values. On a CPU the system assigns the memory only as rows are written."""
@@ -131,20 +73,18 @@ class KVCache(Rows):
     def __init__(
         self, architecture: Architecture, max_tokens: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(max_tokens, max_rows, PrefixCache(max_tokens // 2))
+        super().__init__(max_tokens, max_rows)
+        self.prefixes = PrefixCache(max_tokens // 2)
+        """The beginnings that ended sequences leave for those that continue them."""
         self.num_heads, self.head_dim = architecture.num_kv_heads, architecture.head_dim
         self.num_layers = architecture.num_layers
         self._dtype, self._device = dtype, device
         self.rows = 0
         self.occupy(has_memory=True)
 
-    @property
-    def has_memory(self) -> bool:
-        """See Rows."""
-        return self._memory.numel() > 0
-
     def occupy(self, *, has_memory: bool) -> None:
-        """See Rows; the memory is one block."""
+        """Take the memory, which is one block, or give it away while no sequence runs."""
+        self.has_memory = has_memory
         self._memory = self._view = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -157,33 +97,34 @@ class KVCache(Rows):
         self._divide(min(ROW_STEP, self.max_tokens))
 
     def ensure(self, length: int, used_rows: int, used_length: int) -> None:
-        """See Rows."""
+        """Make rows of ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
+
+        Rows shrink only when none is in use, because the rows in use must be copied.
+        """
         wanted = self.whole_length(length)
         if wanted == self.row_length or (wanted < self.row_length and used_rows):
             return
-        old = [(self.keys[i], self.values[i]) for i in range(self.num_layers)]
-        contents = []
-        if used_rows:
-            contents = [tuple(side[:used_rows, :, :used_length].clone() for side in pair) for pair in old]
+        used = self._view[:, :, :used_rows, :, :used_length].clone()
         self._divide(wanted)
-        for layer, pair in enumerate(contents):
-            for side, content in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                side[:used_rows, :, :used_length] = content
+        self._view[:, :, :used_rows, :, :used_length] = used
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See Rows; it is copied."""
+        """Copy a row's first ``length`` tokens to the place of another row."""
         self._view[:, :, target, :, :length] = self._view[:, :, source, :, :length]
 
     def read(self, row: int, start: int, stop: int) -> Tensor:
-        """See Rows; the keys and values are [2, layers, heads, tokens, head dim]."""
+        """Return a copy of the keys and values of some of a row's tokens, [2, layers, heads, tokens, head dim]."""
         return self._view[:, :, row, :, start:stop].clone()
 
     def write(self, rows: slice, content: Tensor) -> None:
-        """See Rows."""
+        """Write what ``read`` returned, into each of ``rows``."""
         self._view[:, :, rows, :, : content.shape[3]] = content.unsqueeze(2)
 
     def storer(self, rows: Sequence[slice]) -> Callable[[int, int, Tensor, Tensor], None]:
-        """See Rows; it takes a layer, a sequence's number, and its keys and values in this layer, [K, tokens, D]."""
+        """Return a function by which a model's prefill writes each of its sequences into one of ``rows``.
+
+        It takes a layer, a sequence's number, and its keys and values in this layer, [K, tokens, D].
+        """
 
         def store(layer: int, number: int, keys: Tensor, values: Tensor) -> None:
             if rows[number].stop > rows[number].start:
@@ -193,10 +134,10 @@ class KVCache(Rows):
         return store
 
     def truncate(self, count: int) -> None:
-        """See Rows; the block stays as it is."""
+        """Forget all but the first ``count`` rows, if that saves memory, which it does not here."""
 
     def clear(self) -> None:
-        """See Rows."""
+        """Forget everything, because even masked values spoil results when they are not finite."""
         self._memory.zero_()
 
     def _divide(self, length: int) -> None:
@@ -206,8 +147,7 @@ class KVCache(Rows):
         self._view = self._memory[:, :, :used].view(
             2, self.num_layers, self.rows, self.num_heads, length, self.head_dim
         )
-        self.keys = list(self._view[0].unbind(0))
-        self.values = list(self._view[1].unbind(0))
+        self.keys, self.values = (list(side.unbind(0)) for side in self._view)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -224,7 +164,7 @@ class Node:
     """A run of tokens with their keys and values, [2, layers, heads, tokens, head dim]."""
 
     tokens: Sequence[int]
-    keys_values: Tensor | None
+    keys_values: Tensor
     parent: Node | None
     children: dict[int, Node] = field(default_factory=dict)
     """By their first token."""
@@ -260,17 +200,19 @@ class PrefixCache(Prefixes):
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def clear(self) -> None:
-        """See Prefixes."""
+        """Drop everything."""
         super().clear()
         self._roots.clear()
         self._nodes.clear()
 
     def find(self, use_adapter: bool, tokens: Sequence[int]) -> KeysValues:
-        """See Prefixes."""
+        """Return what a model's prefill needs of the longest known beginning of ``tokens``.
+
+        Its ``length`` is the number of tokens that need no prefill, all but one at most.
+        """
         node, parts, length = self._root(use_adapter), [], 0
         while length < len(tokens) - 1 and (child := node.children.get(tokens[length])) is not None:
             common = common_length(child.tokens, tokens[length:-1])
-            assert child.keys_values is not None
             parts.append(child.keys_values[:, :, :, :common])
             node, length = child, length + common
             if common < len(child.tokens):
@@ -279,11 +221,11 @@ class PrefixCache(Prefixes):
         return KeysValues(parts)
 
     def shared(self, tokens: Sequence[int], other: Sequence[int]) -> int:
-        """See Prefixes."""
+        """Return how many of ``tokens`` are known once ``other`` has been computed."""
         return common_length(tokens[:-1], other)
 
     def insert(self, use_adapter: bool, tokens: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
-        """See Prefixes."""
+        """Keep what is cached of ``tokens``; ``read(start, stop)`` returns a copy for some of them."""
         node, length = self._root(use_adapter), 0
         while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
             common = common_length(child.tokens, tokens[length:])
@@ -297,14 +239,13 @@ class PrefixCache(Prefixes):
             self._remove(next(iter(self._nodes)))
 
     def _root(self, use_adapter: bool) -> Node:
-        return self._roots.setdefault(use_adapter, Node((), None, None))
+        return self._roots.setdefault(use_adapter, Node((), torch.empty(0), None))
 
     def _split(self, node: Node, length: int) -> Node:
         """Return a node of the first ``length`` tokens of ``node``: itself, or a new parent of the rest."""
         if length == len(node.tokens):
             return node
         assert node.parent is not None
-        assert node.keys_values is not None
         # Copies, because a part of a tensor keeps the whole in memory.
         start, rest = (part.clone() for part in node.keys_values.split([length, len(node.tokens) - length], 3))
         first = Node(node.tokens[:length], start, node.parent)

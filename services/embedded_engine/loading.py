@@ -17,9 +17,10 @@ from services.core import machine
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.models import model_files
-from services.embedded_engine.families import is_known, read_config
-from services.embedded_engine.kv_cache import KVCache, Rows
-from services.embedded_engine.model import Model, pack_weights
+from services.embedded_engine.families import is_known
+from services.embedded_engine.kv_cache import KVCache
+from services.embedded_engine.model import Model
+from services.embedded_engine.state_cache import StateCache
 from services.embedded_engine.weights import Architecture, TensorNames, WeightsError, read_directory
 from services.engines.settings import EMBEDDED_MAX_TOTAL_TOKENS, EngineSettings
 from services.weights.digests import digest
@@ -27,6 +28,9 @@ from services.weights.digests import digest
 log = get_logger(__name__)
 
 DEFAULT_MAX_RUNNING = 64
+
+Cache = KVCache | StateCache
+"""The cache of either forward pass."""
 
 
 class CausalModel(Protocol):
@@ -69,7 +73,7 @@ class Loaded:
     """A model with its cache and tokenizer."""
 
     model: CausalModel
-    cache: Rows
+    cache: Cache
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
     """The tokens that end a completion."""
@@ -152,16 +156,15 @@ def _make_model(
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[CausalModel, Rows]:
+) -> tuple[CausalModel, Cache]:
     """Return the model with the weights of a directory, and its cache for ``max_tokens`` tokens."""
     max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
-    is_own = is_known(read_config(directory))
+    is_own = is_known(directory)
     if is_own:
         architecture: Any = Architecture(config)
     else:
         # It needs transformers with torch, which an engine of a known family does not import.
         from services.embedded_engine.any_model import AnyArchitecture, AnyModel
-        from services.embedded_engine.state_cache import StateCache
 
         architecture = AnyArchitecture(config)
     context_length = min(settings.engine_context_length or architecture.max_positions or max_tokens, max_tokens)
@@ -170,8 +173,7 @@ def _make_model(
         model = AnyModel(architecture, tensors, dtype, device, context_length, end_ids)
         cache = StateCache(max_tokens, max_running, joins=model.joins, keeps=model.continues, end_ids=end_ids)
         return model, cache
-    weights = pack_weights(architecture, tensors, dtype, device)
-    own = Model(config, weights, dtype, device, context_length)
+    own = Model(config, tensors, dtype, device, context_length)
     return own, KVCache(architecture, max_tokens, max_running, dtype, device)
 
 

@@ -16,7 +16,7 @@ L keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,8 @@ class Weights:
     layers: Sequence[Layer]
     norm: Tensor
     head: Linear
+    parts: Mapping[tuple[str, ...], Tensor | Linear]
+    """All of these but the head, each by the modules of a checkpoint that it is made of, in order."""
 
 
 def pack_weights(
@@ -101,14 +103,21 @@ def pack_weights(
 
     All are copies, because a single view of a mapped file would keep the whole file in memory.
     """
+    parts: dict[tuple[str, ...], Tensor | Linear] = {}
 
     def take(*names: str) -> Tensor:
         return torch.cat([tensors.pop(name).to(device=device, dtype=dtype) for name in names])
 
+    def plain(module: str) -> Tensor:
+        parts[module,] = taken = take(f"{module}.weight")
+        return taken
+
     def linear(prefix: str, *names: str) -> Linear:
-        weight = take(*(f"{prefix}{name}.weight" for name in names))
-        biases = [f"{prefix}{name}.bias" for name in names if f"{prefix}{name}.bias" in tensors]
-        return make_linear(weight, take(*biases) if biases else None)
+        modules = tuple(f"{prefix}{name}" for name in names)
+        weight = take(*(f"{module}.weight" for module in modules))
+        biases = [f"{module}.bias" for module in modules if f"{module}.bias" in tensors]
+        parts[modules] = layer = make_linear(weight, take(*biases) if biases else None)
+        return layer
 
     def mlp(prefix: str) -> tuple[Linear, Linear]:
         return linear(prefix, "gate_proj", "up_proj"), linear(prefix, "down_proj")
@@ -121,72 +130,44 @@ def pack_weights(
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
         return Layer(
-            attention_norm=take(f"{prefix}input_layernorm.weight"),
+            attention_norm=plain(f"{prefix}input_layernorm"),
             query_key_value=linear(f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
-            query_norm=take(f"{prefix}self_attn.q_norm.weight") if architecture.has_qk_norm else None,
-            key_norm=take(f"{prefix}self_attn.k_norm.weight") if architecture.has_qk_norm else None,
+            query_norm=plain(f"{prefix}self_attn.q_norm") if architecture.has_qk_norm else None,
+            key_norm=plain(f"{prefix}self_attn.k_norm") if architecture.has_qk_norm else None,
             output=linear(f"{prefix}self_attn.", "o_proj"),
-            mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
+            mlp_norm=plain(f"{prefix}post_attention_layernorm"),
             mlp=mixture(f"{prefix}mlp.") if index in architecture.expert_layers else mlp(f"{prefix}mlp."),
         )
 
-    embedding = take("model.embed_tokens.weight")
+    embedding = plain("model.embed_tokens")
     head = Head(embedding if architecture.has_tied_embeddings else take("lm_head.weight"))
     layers = [layer(index) for index in range(architecture.num_layers)]
-    return Weights(embedding, layers, take("model.norm.weight"), head)
-
-
-def named_weights(architecture: Architecture, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a model computes with by its name in a Hugging Face model directory: what ``pack_weights`` was given.
-
-    A tied head is yielded as ``lm_head.weight`` only where it has other values than the embedding.
-    """
-    shapes = architecture.shapes()
-
-    def parts(linear: Linear, prefix: str, *names: str) -> Iterator[tuple[str, Tensor]]:
-        for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
-            if whole is not None:
-                full = [f"{prefix}{name}.{kind}" for name in names]
-                yield from zip(full, whole.split([shapes[name][0] for name in full]), strict=True)
-
-    def mlp(prefix: str, gate_up: Linear, down: Linear) -> Iterator[tuple[str, Tensor]]:
-        yield from parts(gate_up, prefix, "gate_proj", "up_proj")
-        yield from parts(down, prefix, "down_proj")
-
-    yield "model.embed_tokens.weight", weights.embedding
-    yield "model.norm.weight", weights.norm
-    if not architecture.has_tied_embeddings or digest(weights.head.weight) != digest(weights.embedding):
-        yield "lm_head.weight", weights.head.weight
-    for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}."
-        yield f"{prefix}input_layernorm.weight", layer.attention_norm
-        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
-        if layer.query_norm is not None and layer.key_norm is not None:
-            yield f"{prefix}self_attn.q_norm.weight", layer.query_norm
-            yield f"{prefix}self_attn.k_norm.weight", layer.key_norm
-        yield from parts(layer.query_key_value, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj")
-        yield from parts(layer.output, f"{prefix}self_attn.", "o_proj")
-        if isinstance(layer.mlp, Mixture):
-            yield from parts(layer.mlp.router, f"{prefix}mlp.", "gate")
-            for number, expert in enumerate(layer.mlp.experts):
-                yield from mlp(f"{prefix}mlp.experts.{number}.", *expert)
-        else:
-            yield from mlp(f"{prefix}mlp.", *layer.mlp)
+    return Weights(embedding, layers, plain("model.norm"), head, parts)
 
 
 class Model:
     """A decoder whose weights and LoRA adapter can be exchanged between calls."""
 
     def __init__(
-        self, config: PretrainedConfig, weights: Weights, dtype: torch.dtype, device: torch.device, context_length: int
+        self,
+        config: PretrainedConfig,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        context_length: int,
     ) -> None:
         self.architecture = Architecture(config)
-        self.weights = weights
+        self.weights = pack_weights(self.architecture, weights, dtype, device)
         self.adapter: Adapter | None = None
         self.dtype = dtype
         self.device = device
         self.context_length = context_length
-        self._cos, self._sin = _rotary_tables(config, context_length, dtype, device)
+        frequencies, scaling = _rotary_frequencies(config)
+        angles = torch.arange(context_length, dtype=torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        # By position, [length, 1, D]; the sines carry the sign of the rotation.
+        self._cos = torch.cat([cos, cos], -1)[:, None].to(device, dtype)
+        self._sin = torch.cat([-sin, sin], -1)[:, None].to(device, dtype)
         shape = self.architecture
         self._scale = shape.head_dim**-0.5
         self._joins_rows = joins_rows(shape.num_heads // shape.num_kv_heads, shape.head_dim, dtype, device)
@@ -200,8 +181,19 @@ class Model:
         self.weights = weights
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the model computes with by its name in a model directory."""
-        return named_weights(self.architecture, self.weights)
+        """Yield what the model computes with by its name in a model directory.
+
+        A tied head is yielded as ``lm_head.weight`` only where it has other values than the embedding.
+        """
+        weights, shapes = self.weights, self.architecture.shapes
+        for modules, part in weights.parts.items():
+            weight, bias = (part, None) if isinstance(part, Tensor) else (part.weight, part.bias)
+            for kind, whole in (("weight", weight), ("bias", bias)):
+                if whole is not None:
+                    names = [f"{module}.{kind}" for module in modules]
+                    yield from zip(names, whole.split([shapes[name][0] for name in names]), strict=True)
+        if not self.architecture.has_tied_embeddings or digest(weights.head.weight) != digest(weights.embedding):
+            yield "lm_head.weight", weights.head.weight
 
     def prefill(
         self,
@@ -337,17 +329,6 @@ def _whole(prefix: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, T
         whole[:, :, :start] = prefix
     whole[0, :, start:end], whole[1, :, start:end] = key.transpose(0, 1), value.transpose(0, 1)
     return whole[0], whole[1]
-
-
-def _rotary_tables(
-    config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [length, 1, D]; the sines carry the sign of the rotation."""
-    frequencies, scaling = _rotary_frequencies(config)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    tables = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-    return tables[0].to(device, dtype), tables[1].to(device, dtype)
 
 
 def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:

@@ -27,7 +27,7 @@ from services.embedded_engine.loading import Loaded
 from services.embedded_engine.sampling import Sampling, stream_key
 from services.embedded_engine.scheduler import Request, Sequence, Stopping
 from services.engines.settings import EngineSettings
-from services.http.problems import ProblemError, printable
+from services.http.problems import ProblemError, invalid_body, printable
 from services.http.server import ended_before_client_left
 from services.protocol.base import MAX_GROUP_SIZE
 from services.weights.policy_store import ADAPTER_NAME
@@ -110,11 +110,7 @@ class RequestBody(BaseModel):
         try:
             return handler(cls._without_unknown(body) if isinstance(body, dict) else body)
         except ValidationError as error:
-            problems = [
-                f"{'.'.join(printable(str(part)) for part in problem['loc'])}: {problem['msg']}"
-                for problem in error.errors()[:3]
-            ]
-            raise ProblemError(400, "; ".join(problems)) from error
+            raise invalid_body(error) from error
 
     @classmethod
     def _without_unknown(cls, body: dict[str, Any]) -> dict[str, Any]:
@@ -198,9 +194,7 @@ def make_request(
         raise ProblemError(400, f"token {wrong} of the prompt is outside the vocabulary of {vocab_size}")
     room = context_length - len(prompt_ids)
     if room < (1 if params.max_new_tokens else 0):
-        raise ProblemError(
-            400, f"the prompt has {len(prompt_ids)} tokens; the context length is {context_length} tokens"
-        )
+        raise ProblemError(400, f"the prompt has {len(prompt_ids)} tokens; the context length is {context_length}")
     if logprob_start is not None and logprob_start >= len(prompt_ids):
         raise ProblemError(400, f"logprob_start_len {logprob_start} is beyond the prompt's {len(prompt_ids)} tokens")
     # As in SGLang, ignore_eos ignores every stop token, including the request's own.

@@ -17,8 +17,7 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
-from services.embedded_engine.kv_cache import Prefixes, Rows
-from services.embedded_engine.loading import Loaded
+from services.embedded_engine.loading import Cache, Loaded
 from services.embedded_engine.sampling import Sampler, Sampling, log_softmax_of, top_logprobs
 
 # SGLang's names where it has the metric, so that the same dashboards show both engines.
@@ -285,7 +284,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Take as many sequences from the queue as fit, compute their prompts, and sample their first tokens."""
-        admissions = choose(self.queue, self._cache, self._prefixes, len(self.running), self._prefill_tokens)
+        admissions = choose(self.queue, self._cache, len(self.running), self._prefill_tokens)
         if not admissions:
             return
         longest = max((admission.entry.request.longest for admission in admissions if admission.sequences), default=0)
@@ -366,7 +365,7 @@ class Admission:
     sequences: list[Sequence]
     rows: slice
     prefix: Any
-    """The answer of ``Prefixes.find``; None if it was not asked."""
+    """The answer of ``find`` of the prefixes; None if it was not asked."""
 
     @property
     def num_cached(self) -> int:
@@ -375,13 +374,12 @@ class Admission:
         return length
 
 
-def choose(queue: deque[QueueEntry], cache: Rows, prefixes: Prefixes, running: int, budget: int) -> list[Admission]:
+def choose(queue: deque[QueueEntry], cache: Cache, running: int, budget: int) -> list[Admission]:
     """Take entries from the queue, in order, as far as rows and prompt tokens allow.
 
     Args:
         queue: the entries.
-        cache: its first ``running`` rows are in use.
-        prefixes: what needs no prefill.
+        cache: its first ``running`` rows are in use, and its prefixes need no prefill.
         running: number of running sequences.
         budget: prompt tokens to compute at most.
     """
@@ -397,9 +395,9 @@ def choose(queue: deque[QueueEntry], cache: Rows, prefixes: Prefixes, running: i
             if free <= 0:
                 break
         rows = slice(used, used + min(free, len(entry.sequences)))
-        admission = Admission(entry, entry.sequences[:free], rows, _find_prefix(prefixes, entry))
+        admission = Admission(entry, entry.sequences[:free], rows, _find_prefix(cache, entry))
         cost = 0 if entry.cached else len(entry.tokens) - admission.num_cached
-        shares = prefixes.max_tokens > 0 and any(_shares_more(prefixes, admission, other) for other in chosen)
+        shares = cache.prefixes.max_tokens > 0 and any(_shares_more(cache, admission, other) for other in chosen)
         if chosen and (cost > budget or shares):
             break
         entry.sequences = entry.sequences[free:]
@@ -412,18 +410,18 @@ def choose(queue: deque[QueueEntry], cache: Rows, prefixes: Prefixes, running: i
     return chosen
 
 
-def _find_prefix(prefixes: Prefixes, entry: QueueEntry) -> Any:
+def _find_prefix(cache: Cache, entry: QueueEntry) -> Any:
     """Return what is kept of an entry's tokens, if it may be used."""
-    if entry.cached is not None or entry.request.logprob_start is not None or not prefixes.max_tokens:
+    if entry.cached is not None or entry.request.logprob_start is not None or not cache.prefixes.max_tokens:
         return None
-    return prefixes.find(entry.request.use_adapter, entry.tokens)
+    return cache.prefixes.find(entry.request.use_adapter, entry.tokens)
 
 
-def _shares_more(prefixes: Prefixes, admission: Admission, other: Admission) -> bool:
+def _shares_more(cache: Cache, admission: Admission, other: Admission) -> bool:
     """Return whether ``admission`` could take many more tokens from the prefix cache after the prefill of ``other``."""
     entry, before = admission.entry, other.entry
     if entry.cached or entry.request.logprob_start is not None or not other.sequences:
         return False
     if entry.request.use_adapter != before.request.use_adapter:
         return False
-    return prefixes.shared(entry.tokens, before.tokens) - admission.num_cached >= SHARED_TOKENS
+    return cache.prefixes.shared(entry.tokens, before.tokens) - admission.num_cached >= SHARED_TOKENS

@@ -88,12 +88,12 @@ class StatePrefixes(Prefixes):
         self._states: OrderedDict[bytes, _Kept] = OrderedDict()
 
     def clear(self) -> None:
-        """See Prefixes."""
+        """See PrefixCache."""
         super().clear()
         self._states.clear()
 
     def find(self, use_adapter: bool, tokens: Sequence[int]) -> Beginning:
-        """See Prefixes."""
+        """See PrefixCache."""
         ends = piece_ends(tokens, self._end_ids)
         keys = _digests(use_adapter, tokens, ends)
         met = [p for p, key in enumerate(keys) if any(key in state.path for state in self._states.values())]
@@ -114,10 +114,10 @@ class StatePrefixes(Prefixes):
         return beginning
 
     def insert(self, use_adapter: bool, tokens: Sequence[int], read: Callable[[int, int], Any]) -> None:
-        """See Prefixes; nothing is done, since states are kept as they are computed."""
+        """See PrefixCache; nothing is done, since states are kept as they are computed."""
 
     def shared(self, tokens: Sequence[int], other: Sequence[int]) -> int:
-        """See Prefixes."""
+        """See PrefixCache."""
         ends, others = (piece_ends(each, self._end_ids) for each in (tokens, other))
         kept = [others[piece] for piece in kept_pieces(others)]
         common = max((end for end in kept if end in ends and tokens[:end] == other[:end]), default=0)
@@ -171,35 +171,30 @@ class StateCache(Rows):
             keeps: states are kept for later requests, of half as many tokens.
             end_ids: the tokens that end a message.
         """
-        super().__init__(max_tokens, max_rows, StatePrefixes(max_tokens // 2 if keeps else 0, max_rows, end_ids))
+        super().__init__(max_tokens, max_rows)
+        self.prefixes = StatePrefixes(max_tokens // 2 if keeps else 0, max_rows, end_ids)
         self.batches: list[Batch] = []
         self._joins = joins
-        self._has_memory = True
-
-    @property
-    def has_memory(self) -> bool:
-        """See Rows."""
-        return self._has_memory
 
     def occupy(self, *, has_memory: bool) -> None:
-        """See Rows."""
-        self._has_memory = has_memory
+        """See KVCache."""
+        self.has_memory = has_memory
         self.truncate(0)
         torch.cuda.empty_cache()
 
     def ensure(self, length: int, used_rows: int, used_length: int) -> None:
-        """See Rows."""
+        """See KVCache."""
         if (wanted := self.whole_length(length)) > self.row_length or not used_rows:
             self.row_length = wanted
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See Rows."""
+        """See KVCache."""
         renamed = {target: -1, source: target}
         for batch in self.batches:
             batch.rows = [renamed.get(row, row) for row in batch.rows]
 
     def read(self, row: int, start: int, stop: int) -> Any:
-        """See Rows; it is always the whole row."""
+        """See KVCache; it is always the whole row."""
         held = next(batch for batch in self.batches if row in batch.rows)
         batch = copy.deepcopy(held)
         if len(batch.rows) > 1:
@@ -207,7 +202,7 @@ class StateCache(Rows):
         return batch.cache
 
     def write(self, rows: slice, content: Any) -> None:
-        """See Rows."""
+        """See KVCache."""
         count = rows.stop - rows.start
         if self._joins and count > 1:
             batch = Batch(copy.deepcopy(content), [rows.start])
@@ -218,11 +213,11 @@ class StateCache(Rows):
             self.batches += [Batch(copy.deepcopy(content), [row]) for row in range(rows.start, rows.stop)]
 
     def storer(self, rows: Sequence[slice]) -> Callable[[int, Any], None]:
-        """See Rows; it takes a sequence's number and cache."""
+        """See KVCache; it takes a sequence's number and cache."""
         return lambda number, state: self.write(rows[number], state)
 
     def truncate(self, count: int) -> None:
-        """See Rows."""
+        """See KVCache."""
         for batch in self.batches:
             places = [place for place, row in enumerate(batch.rows) if 0 <= row < count]
             if places and len(places) < len(batch.rows):
@@ -232,5 +227,5 @@ class StateCache(Rows):
         self.batches = [batch for batch in self.batches if batch.rows]
 
     def clear(self) -> None:
-        """See Rows."""
+        """See KVCache."""
         self.truncate(0)

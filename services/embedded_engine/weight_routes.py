@@ -8,8 +8,6 @@ and their version. One adapter can be loaded at a time; it replaces no weights.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 from asyncio import wrap_future
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,13 +53,18 @@ def _reply(done: str, **context: Any) -> dict[str, Any]:
 # --- weights ---
 
 
-class UpdateFromDisk(BaseModel):
-    """Body of /update_weights_from_disk."""
+class Update(BaseModel):
+    """The fields that all updates have."""
 
-    model_path: str
     weight_version: str | None = None
     flush_cache: Literal[True] = True
     abort_all_requests: Literal[False] = False
+
+
+class UpdateFromDisk(Update):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
 
 
 class InitGroup(BaseModel):
@@ -87,12 +90,8 @@ class BeginUpdate(BaseModel):
     selector: Literal["all"] = "all"
 
 
-class UpdatePart(StrictModel):
-    """The fields of a part of an update; the version of the last part is the update's."""
-
-    weight_version: str | None = None
-    flush_cache: Literal[True] = True
-    abort_all_requests: Literal[False] = False
+class UpdatePart(Update, StrictModel):
+    """A part of an update; the version of the last part is the update's."""
 
 
 class UpdateFromDistributed(UpdatePart):
@@ -144,13 +143,11 @@ class WeightsReceiver:
 
     def rendezvous(self, body: InitGroup) -> dist.ProcessGroup:
         """Wait until all members of a group have met, and return the group, for ``join``."""
-        master, rank, name = (body.master_address, body.master_port), body.rank_offset, body.group_name
+        host, port, rank, name = body.master_address, body.master_port, body.rank_offset, body.group_name
         try:
-            return join_weights_group(*master, rank, body.world_size, name, body.backend, JOIN_SECONDS)
+            return join_weights_group(host, port, rank, body.world_size, name, body.backend, JOIN_SECONDS)
         except (RuntimeError, ValueError) as error:
-            raise WeightsError(
-                f"rank {rank} of group {name!r} did not meet {master[0]}:{master[1]}: {error}"
-            ) from error
+            raise WeightsError(f"rank {rank} of group {name!r} did not meet {host}:{port}: {error}") from error
 
     def join(self, group_name: str, group: dist.ProcessGroup) -> None:
         """Join a group whose members have met."""
@@ -190,7 +187,7 @@ class WeightsReceiver:
     def map_shared(self, body: UpdateFromTensor) -> None:
         """Add the tensors of a bucket in the trainer's memory, which stay there until they are packed."""
         with self._part() as update:
-            tensors = unpack_bucket(_decoded(body.serialized_named_tensors[0]))
+            tensors = unpack_bucket(body.serialized_named_tensors[0])
             check(self._architecture, _shapes(tensors), "the update", is_complete=False)
         update.add(tensors, body)
 
@@ -238,14 +235,6 @@ class WeightsReceiver:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _decoded(text: str) -> bytes:
-    """Return the bytes of a text in base64; WeightsError if it is something else."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise WeightsError(f"serialized_named_tensors is not base64: {error}") from error
 
 
 def _receiver(http: Request) -> WeightsReceiver:

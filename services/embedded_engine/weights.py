@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from services.embedded_engine.any_model import AnyArchitecture
 
 _INDEX = "model.safetensors.index.json"
 
@@ -20,23 +24,8 @@ class WeightsError(Exception):
     """The weights do not fit the model; nothing was changed."""
 
 
-class TensorNames(Protocol):
-    """The names and shapes of a model's tensors and linear layers, by which weights and adapters are checked."""
-
-    family: str
-    vocab_size: int
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
-
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Return outputs and inputs of every layer that an adapter may adapt, by name."""
-
-    def own_name(self, name: str) -> str:
-        """Return the name in ``shapes`` or ``linear_layers`` of what a file calls ``name``."""
-
-    def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor of that name is allowed but not read."""
+TensorNames: TypeAlias = "Architecture | AnyArchitecture"
+"""The names and shapes of a model's tensors and linear layers, by which weights and adapters are checked."""
 
 
 class Architecture:
@@ -73,8 +62,9 @@ class Architecture:
             self.normalises_experts = bool(config.norm_topk_prob)
             """The weights of a token's experts sum to 1."""
 
+    @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
+        """The shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         attention = {
@@ -99,15 +89,16 @@ class Architecture:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    @functools.cached_property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Return outputs and inputs of every dense projection, by name."""
-        weights = ((name.removesuffix(".weight"), shape) for name, shape in self.shapes().items())
+        """Outputs and inputs of every dense projection, by name."""
+        weights = ((name.removesuffix(".weight"), shape) for name, shape in self.shapes.items())
         return {
             name: (shape[0], shape[1]) for name, shape in weights if name.endswith("_proj") and ".experts." not in name
         }
 
     def own_name(self, name: str) -> str:
-        """Return the name as it is."""
+        """Return the name in ``shapes`` or ``linear_layers`` of what a file calls ``name``: the same."""
         return name
 
     def is_ignored(self, name: str) -> bool:
@@ -139,7 +130,7 @@ def check(
         WeightsError: a tensor is unknown, has another shape or, if ``is_complete``, is missing; the message names the
             first few.
     """
-    shapes = architecture.shapes()
+    shapes = architecture.shapes
     found = {architecture.own_name(name): shape for name, shape in tensor_shapes.items()}
     problems = [f"{name} is missing" for name in shapes if is_complete and name not in found]
     for name, shape in found.items():

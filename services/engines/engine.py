@@ -7,7 +7,6 @@ engine has the same routes. docs/architecture.md says more.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import re
 import sys
@@ -281,9 +280,7 @@ class Engine(HttpClient):
         pause = time.perf_counter() - started
         served = await self.version()
         if served != version:
-            raise WorkerRefusedError(
-                f"worker {self.url} loaded policy version {version} but says that it serves {served}"
-            )
+            raise WorkerRefusedError(f"worker {self.url} loaded policy version {version} but says it serves {served}")
         return pause
 
     async def version(self) -> int | None:
@@ -343,8 +340,7 @@ class Engine(HttpClient):
 
         Requests in flight end first, unless generation is paused.
         """
-        payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
-        await self._ask("POST", "/update_weights_from_disk", payload)
+        await self._update("/update_weights_from_disk", version, model_path=str(path))
 
     async def load_adapter(self, path: Path | str, version: int) -> None:
         """Load the LoRA adapter in a directory as ``version``, in place of the one before; see ``hold``."""
@@ -402,31 +398,25 @@ class Engine(HttpClient):
         An update of several calls passes its ``version`` with the last call and None with the others. The tensors come
         one by one, or with ``is_flattened`` in one broadcast of all their bytes.
         """
-        payload = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "flush_cache": True,
-            "weight_version": None if version is None else str(version),
-            "load_format": "flattened_bucket" if is_flattened else None,
-        }
-        await self._ask("POST", "/update_weights_from_distributed", payload)
+        await self._update(
+            "/update_weights_from_distributed",
+            version,
+            names=list(names),
+            dtypes=list(dtypes),
+            shapes=[list(shape) for shape in shapes],
+            group_name=group_name,
+            load_format="flattened_bucket" if is_flattened else None,
+        )
 
-    async def receive_shared(self, buckets: Sequence[bytes], version: int | None) -> None:
+    async def receive_shared(self, buckets: Sequence[str], version: int | None) -> None:
         """Copy tensors out of the memory of GPUs that the engine shares with the trainer.
 
         Args:
-            buckets: the pickle of ``pack_bucket`` for each tensor-parallel rank.
+            buckets: the text of ``pack_bucket`` for each tensor-parallel rank.
             version: the policy version with the last call of an update, None with the others.
         """
-        payload = {
-            "serialized_named_tensors": [base64.b64encode(bucket).decode() for bucket in buckets],
-            "load_format": "flattened_bucket",
-            "flush_cache": True,
-            "weight_version": None if version is None else str(version),
-        }
-        await self._ask("POST", "/update_weights_from_tensor", payload)
+        bucket = {"serialized_named_tensors": list(buckets), "load_format": "flattened_bucket"}
+        await self._update("/update_weights_from_tensor", version, **bucket)
 
     async def end_update(self) -> None:
         """End a weight update by broadcast or a shared GPU."""
@@ -496,6 +486,10 @@ class Engine(HttpClient):
 
     async def _set_version(self, text: str) -> None:
         await self._ask("POST", "/update_weight_version", {"new_version": text, "abort_all_requests": False})
+
+    async def _update(self, path: str, version: int | None, **weights: Any) -> None:
+        text = None if version is None else str(version)
+        await self._ask("POST", path, {**weights, "flush_cache": True, "weight_version": text})
 
     async def _ask(self, method: str, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         response = await self.send_once(method, path, payload, seconds=self.timeout)

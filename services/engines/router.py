@@ -92,10 +92,8 @@ class Worker(BaseModel):
             DependencyLostError: this version of the project does not know its kind.
         """
         if self.kind not in ENGINES:
-            raise DependencyLostError(
-                f"worker {self.url} is an engine {self.kind!r}, which is none of {', '.join(ENGINES)}; does the "
-                "rollout-server run another version of this project?"
-            )
+            known = f"which is none of {', '.join(ENGINES)}; does rollout-server run another version of this project?"
+            raise DependencyLostError(f"worker {self.url} is an engine {self.kind!r}, {known}")
         return ENGINES[EngineKind(self.kind)](self.url, token, timeout=timeout)
 
 
@@ -114,7 +112,6 @@ class RouterAdmin(HttpClient):
         """Make a client of the router at an address, by default the job group's, which waits ``deadline`` seconds."""
         url = (address or endpoint(Task.ROLLOUT_SERVER)).url
         super().__init__(url, token=token, service="router", timeout=10, deadline=deadline)
-        self._token = token
 
     async def workers(self) -> list[Worker]:
         """Return the registered workers, sorted by URL."""
@@ -123,7 +120,7 @@ class RouterAdmin(HttpClient):
     async def add(self, engine: Engine) -> None:
         """Register an engine; the router asks it for its model and then routes to it."""
         # The router's own requests to a worker carry the token only when it is given here.
-        key = {"api_key": self._token} if self._token else {}
+        key = {"api_key": self.token} if self.token else {}
         labels = {ENGINE_LABEL: engine.kind, GPUS_LABEL: ",".join(engine.gpus), NCCL_LABEL: engine.nccl}
         known = {name: value for name, value in labels.items() if value}
         await self.request("POST", "/workers", {"url": engine.url, "labels": known, **key})

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -43,15 +42,10 @@ def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastA
     """
     gateway = Gateway(settings, lambda error: app.state.lifecycle.fail(error), own_process=own_process)
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with gateway:
-            yield
-
     app = create_service_app(
         "gateway",
         settings=settings,
-        lifespan=lifespan,
+        lifespan=lambda _app: gateway,
         stats=gateway.stats,
         description=__doc__ or "",
         own_keys=AGENT_PATHS,

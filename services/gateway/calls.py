@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import Counter as Tally
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -151,15 +150,12 @@ class Calls:
         Raises:
             ProblemError: 400, the conversation is not readable.
         """
-        messages = request.fitted()
-        call = await self._place(session, request, messages, request.keys(messages), request.digest)
+        call, _ = await self._place(session, request, request.digest)
         return len(call.prompt_ids)
 
     async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api, name: str) -> Call:
         """Sample, record and return a new call; each choice has ``limit`` tokens at most."""
-        messages = request.fitted()
-        keys = request.keys(messages)
-        call = await self._place(session, request, messages, keys, name)
+        call, key = await self._place(session, request, name)
         prompt_ids = call.prompt_ids
         room = self.context - len(prompt_ids)
         if room < 1:
@@ -171,17 +167,15 @@ class Calls:
             raise ProblemError(400, f"token {max(prompt_ids)} is outside the model's {self.vocabulary} tokens")
         call.sampling["max_new_tokens"] = min(limit, room)
         completions = await self._sample(session, request, call, prompt_ids)
-        add_turns(call, completions, request, keys[-1], self.prompts)
+        add_turns(call, completions, request, key, self.prompts)
         completion = reply_of(call, request, self._model, len(prompt_ids), self.prompts)
         call.reply = api.reply(completion, request)
         await self._record(session, call)
         return call
 
-    async def _place(
-        self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes], name: str
-    ) -> Call:
-        """Return the call, without turns, at its place in the tree."""
-        limits = session.request
+    async def _place(self, session: Session, request: ChatRequest, name: str) -> tuple[Call, bytes]:
+        """Return the call, without turns, at its place in the tree, and the key of its conversation."""
+        limits, (messages, keys) = session.request, request.fitted()
         sampling: dict[str, Any] = {"temperature": limits.temperature, "top_p": limits.top_p, "top_k": -1}
         if request.stop:
             sampling["stop"] = request.stop
@@ -191,14 +185,14 @@ class Calls:
             held, following = for_template(turn.message), messages[length:]
             suffix = await self.prompts.suffix(held, turn.completion, following, tools, options)
             if suffix is not None:
-                return Call(name, turn, suffix, request.messages[length:], sampling, {}, bool(tools))
+                return Call(name, turn, suffix, request.messages[length:], sampling, {}, bool(tools)), keys[-1]
             BROKEN.inc()
         whole = await self.prompts.whole(messages, tools, options)
         if tools and not self._has_seen_tools:
             self._has_seen_tools = True
             if self.prompts.render(messages, None, options) == self.prompts.render(messages, tools, options):
                 log.warning(IGNORES_TOOLS)
-        return Call(name, None, whole, request.messages, sampling, {}, bool(tools))
+        return Call(name, None, whole, request.messages, sampling, {}, bool(tools)), keys[-1]
 
     async def _sample(
         self, session: Session, request: ChatRequest, call: Call, prompt_ids: list[int]
@@ -208,39 +202,30 @@ class Calls:
         Raises:
             ProblemError: 400, the engine refuses the prompt; 429, no engine answered before the deadline.
         """
+        aborted: list[int] = []
 
         async def choice(index: int) -> TokenSequence | Exception:
             rid = f"{call.name}-{derive_seed(session.id):x}-{index}"
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, call.name, index)}
             try:
-                return await self._engine.sample(
-                    session.id,
-                    prompt_ids,
-                    {**call.sampling, **seeded},
-                    rid,
-                    session.seconds_left,
-                    lambda tokens: lose("aborted", tokens),
-                    session.request.lora_path,
-                )
+                return await self._engine.sample(session, prompt_ids, {**call.sampling, **seeded}, rid, aborted)
             except Exception as error:  # noqa: BLE001  # raised below, once the other choices are there
                 return error
-
-        lost: Tally[str] = Tally()
-
-        def lose(reason: str, tokens: int) -> None:
-            lost[reason] += tokens
 
         # A task for the only choice would take three more turns of the event loop.
         answers = [await choice(0)] if request.n == 1 else await asyncio.gather(*map(choice, range(request.n)))
         completions = [answer for answer in answers if isinstance(answer, TokenSequence)]
         failures = [answer for answer in answers if isinstance(answer, Exception)]
+        await self._lose(session, "aborted", sum(aborted))
         if failures:
-            lose("incomplete", sum(completion.tokens for completion in completions))
-        for reason, tokens in lost.items():
-            await self._lose(session, reason, tokens)
-        if failures:
-            _refuse_failed(session, failures[0])
+            await self._lose(session, "incomplete", sum(completion.tokens for completion in completions))
+            failure = failures[0]
+            if isinstance(failure, DependencyLostError):
+                session.refuse_late(str(failure))
+            if isinstance(failure, RequestRefusedError):
+                raise ProblemError(400, f"the engine refuses the request: {failure.detail}") from failure
+            raise failure
         return completions
 
     async def _record(self, session: Session, call: Call) -> None:
@@ -274,15 +259,6 @@ class Calls:
             else:
                 await self._store.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
                 session.lost[reason] += tokens
-
-
-def _refuse_failed(session: Session, failure: Exception) -> None:
-    """Raise the refusal that tells the agent why its call failed."""
-    if isinstance(failure, DependencyLostError):
-        session.refuse_late(str(failure))
-    if isinstance(failure, RequestRefusedError):
-        raise ProblemError(400, f"the engine refuses the request: {failure.detail}") from failure
-    raise failure
 
 
 RETRIED = Counter("gateway_turns_retried", "Turns asked for again, by reason.", ["reason"])
@@ -320,40 +296,32 @@ class EngineClient:
         await self._http.close()
 
     async def sample(
-        self,
-        session_id: str,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        rid: str,
-        seconds: float,
-        on_aborted: Callable[[int], None],
-        lora_path: str | None = None,
+        self, session: Session, prompt_ids: Sequence[int], sampling: dict[str, Any], rid: str, aborted: list[int]
     ) -> TokenSequence:
-        """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
+        """Return a completion that was not aborted; ask again for a lost or aborted one until the session's deadline.
 
         Args:
-            session_id: the router sends a session's requests to one worker, which has the conversation in its cache.
+            session: the router sends its requests to one worker, which has the conversation in its cache.
             prompt_ids: token ids of the whole prompt.
             sampling: the parameters of sampling; see ``Engine.generate_body``.
             rid: the request's id; the number of the attempt is appended.
-            seconds: for all attempts.
-            on_aborted: called with the number of tokens of each aborted completion.
-            lora_path: name of the LoRA adapter to sample with; None: the model alone.
+            aborted: gets the number of tokens of each aborted completion.
 
         Raises:
             RequestRefusedError: the engine refuses the request.
             DependencyLostError: no completion came within the deadline.
         """
+        seconds, lora_path = session.seconds_left, session.request.lora_path
         end = time.monotonic() + seconds
         attempt, pause, failure = 0, FIRST_PAUSE_SECONDS, "the deadline had passed before the first attempt"
         with IN_FLIGHT.track_inprogress():
             while (left := end - time.monotonic()) > 0:
                 body = ROUTED.generate_body(prompt_ids, sampling, lora_path=lora_path, rid=f"{rid}-{attempt}")
                 try:
-                    completion = await self._ask(session_id, body, left)
+                    completion = await self._ask(session.id, body, left)
                     if completion.finish_reason is not FinishReason.ABORT and completion.tokens:
                         return completion
-                    on_aborted(completion.tokens)
+                    aborted.append(completion.tokens)
                     reason, failure = "aborted", "the engine aborted the request"
                 except DependencyLostError as error:
                     reason, failure = "lost", str(error)

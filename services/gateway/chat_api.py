@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from pydantic import BeforeValidator
@@ -38,20 +38,14 @@ def named_event(content: Mapping[str, Any]) -> bytes:
     return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(content) + b"\n\n"
 
 
-class HasText(Protocol):
-    """A part of a message's content."""
-
-    text: str
-
-
 AS_PARTS = BeforeValidator(
     lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 )
 """Makes a list of parts of content that is text."""
 
 
-def joined_text(parts: Iterable[HasText]) -> str:
-    """Return the text of all parts."""
+def joined_text(parts: Iterable[Any]) -> str:
+    """Return the text of all parts of a content."""
     return "".join(part.text for part in parts)
 
 
@@ -64,10 +58,21 @@ def offered_function(name: str, description: str | None, parameters: dict[str, A
 def add_turns(
     call: Call, completions: Sequence[TokenSequence], request: ChatRequest, key: bytes, prompts: ChatPrompts
 ) -> None:
-    """Add a turn for each completion to ``call``; ``key`` is that of the request's conversation."""
+    """Add a turn for each completion, as the agent gets it, to ``call``; ``key`` is that of the conversation."""
     for completion in completions:
-        message, unparsed = _message(completion, request, call, prompts)
-        call.turns.append(Turn(call, completion, message, next_key(key, for_template(message)), unparsed))
+        answer = prompts.answer_of(completion, request.stop, call.added_ids, request.offered_tools)
+        text = answer.text if answer.text or not answer.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        if answer.calls:
+            # The ids follow from the request, so that a call that is sampled again after a crash has the same.
+            prefix = f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_"
+            message["tool_calls"] = [
+                {"id": f"{prefix}{number}", "type": "function", "function": function}
+                for number, function in enumerate(answer.calls)
+            ]
+        call.turns.append(Turn(call, completion, message, next_key(key, for_template(message)), answer.unparsed))
 
 
 def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, prompts: ChatPrompts) -> dict[str, Any]:
@@ -129,25 +134,6 @@ CHAT = Api(
     reply=lambda completion, _request: completion,
     stream=_stream,
 )
-
-
-def _message(
-    completion: TokenSequence, request: ChatRequest, call: Call, prompts: ChatPrompts
-) -> tuple[dict[str, Any], int]:
-    """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
-    answer = prompts.answer_of(completion, request.stop, call.added_ids, request.offered_tools)
-    calls = answer.calls
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text if answer.text or not calls else None}
-    if answer.thought:
-        message["reasoning_content"] = answer.thought
-    if calls:
-        # The ids follow from the request, so that a call that is sampled again after a crash has the same.
-        prefix = f"call_{call.name[:20]}{call.name[32:]}_{len(call.turns)}_"
-        message["tool_calls"] = [
-            {"id": f"{prefix}{number}", "type": "function", "function": function}
-            for number, function in enumerate(calls)
-        ]
-    return message, answer.unparsed
 
 
 def _finish_reason(turn: Turn) -> str:

@@ -20,14 +20,7 @@ from services.gateway.sessions import Session
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import TRACED_TOKENS, Store
 from services.http.problems import ProblemError, refuse
-from services.protocol.sessions import (
-    CreateSessionRequest,
-    FinishRequest,
-    GatewayStats,
-    RewardRequest,
-    SessionReply,
-    Trace,
-)
+from services.protocol import sessions as wire
 
 log = get_logger(__name__)
 
@@ -71,6 +64,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
         self._creating = asyncio.Lock()
+        SESSIONS.set_function(lambda: len(self._sessions))
 
     async def __aenter__(self) -> Self:
         """Load the tokenizer and the open sessions.
@@ -90,7 +84,6 @@ class Gateway:
                 continue
             assert session is not None
             self._sessions[session_id] = session
-        SESSIONS.set(len(self._sessions))
         self._expiring = asyncio.create_task(self._expire_late_ones())
         log.info("loaded", directory=str(self.settings.directory), open_sessions=len(self._sessions))
         return self
@@ -120,7 +113,7 @@ class Gateway:
         request, created, finished, reward, reason, refused = rows[0]
         records = await self._store.read(_RECORDS, session_id)
         try:
-            opened = CreateSessionRequest.model_validate_json(request)
+            opened = wire.CreateSessionRequest.model_validate_json(request)
             session = Session(opened, created, bool(finished), reward, reason, refused=refused)
             for (record,) in records:
                 session.restore(orjson.loads(record))
@@ -145,7 +138,7 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats."""
         sessions = self._sessions.values()
-        return GatewayStats(
+        return wire.GatewayStats(
             open_sessions=len(sessions),
             calls_in_flight=sum(len(session.in_flight) for session in sessions),
             engine_tokens=self._store.engine_tokens,
@@ -155,7 +148,7 @@ class Gateway:
             nodes=num_nodes(),
         ).model_dump()
 
-    async def create(self, request: CreateSessionRequest) -> SessionReply:
+    async def create(self, request: wire.CreateSessionRequest) -> wire.SessionReply:
         """Open a session. Delete open sessions with the same request but another id: their owner must have died.
 
         Raises:
@@ -170,12 +163,11 @@ class Gateway:
                 session = Session(request, time.time())
                 await self._store.write((_INSERT_SESSION, (request.id, request.model_dump_json(), session.created)))
                 self._sessions[request.id] = session
-                SESSIONS.set(len(self._sessions))
         if session.request != request:
             raise ProblemError(409, f"session {request.id} was opened by another request: give each episode its own id")
         return session.reply()
 
-    def _abandoned(self, request: CreateSessionRequest) -> list[str]:
+    def _abandoned(self, request: wire.CreateSessionRequest) -> list[str]:
         """Return the open sessions of the same episode, with the same seed, as ``request`` begins."""
         if not request.group_id or request.seed is None:
             return []
@@ -201,7 +193,7 @@ class Gateway:
             refuse(404, "there is no session of this id; open it by POST /sessions", "unknown_session")
         return session
 
-    async def set_reward(self, session_id: str, request: RewardRequest) -> SessionReply:
+    async def set_reward(self, session_id: str, request: wire.RewardRequest) -> wire.SessionReply:
         """Set a session's reward.
 
         Raises:
@@ -215,7 +207,7 @@ class Gateway:
                 session.reward, session.reason = request.reward, request.reason
         return session.reply()
 
-    async def finish(self, session_id: str, request: FinishRequest | None = None) -> Trace:
+    async def finish(self, session_id: str, request: wire.FinishRequest | None = None) -> wire.Trace:
         """End a session and return its trace. What its calls in flight sample from now on is lost.
 
         The request sets the reward, unless POST /reward has set it, and deletes the sessions whose traces have arrived.
@@ -226,7 +218,7 @@ class Gateway:
         session = await self.find(session_id)
         async with session.lock:
             if request is None:
-                request = FinishRequest(reward=session.reward, reason=session.reason)
+                request = wire.FinishRequest(reward=session.reward, reason=session.reason)
             session.check_reward(request)
             # All open sessions are in memory.
             received = [other for other in request.received if other not in self._sessions]
@@ -238,7 +230,6 @@ class Gateway:
                 await self._store.enter(TRACED_TOKENS, session.sampled_tokens, finish, *deletions)
                 session.reward, session.reason, session.is_finished = request.reward, request.reason, True
                 self._sessions.pop(session_id, None)
-                SESSIONS.set(len(self._sessions))
         return session.trace()
 
     async def delete(self, session_id: str, reason: str = "deleted") -> None:
@@ -253,7 +244,6 @@ class Gateway:
             await self._store.lose(reason, lost, *statements)
             session.is_finished = True
             self._sessions.pop(session_id, None)
-            SESSIONS.set(len(self._sessions))
 
     async def expire(self, now: float) -> None:
         """Delete the sessions whose deadline was more than GRACE_SECONDS before ``now``, in Unix seconds."""

@@ -126,7 +126,7 @@ def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
         raise ProblemError(400, detail, headers, error={"code": "thread", "details": details})
     request = validated(_Request, body)
     messages = [chat for message in request.messages for chat in message.as_chat()]
-    if system := without_billing("".join(block.text for block in request.system)):
+    if system := without_billing(joined_text(request.system)):
         messages.insert(0, {"role": "system", "content": system})
     chat = {
         "model": request.model,
@@ -148,15 +148,9 @@ def _reply(completion: dict[str, Any], _request: ChatRequest) -> dict[str, Any]:
     thought = message.get("reasoning_content")
     blocks = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
     blocks += [{"type": "text", "text": text}] if text is not None else []
-    blocks += [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"], parse_int=_integer),
-        }
-        for call in calls
-    ]
+    for call in calls:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"], parse_int=_integer)
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     reason = _STOP_REASONS.get(choice["finish_reason"])
     matched = choice["matched_stop"] if reason is None else None
     return {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from prometheus_client import Counter
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from services.chat.messages import TemplateOptions, for_template
-from services.http.problems import ProblemError, printable
+from services.http.problems import ProblemError, invalid_body
 
 MAX_CHOICES = 128
 _EXACT = 2**53
@@ -180,24 +180,20 @@ class ChatRequest(BaseModel):
         body = {name: value for name, value in self._asked.items() if name not in ("stream", "stream_options")}
         return _hash(self._api.encode(), body).hex()
 
-    def fitted(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them.
+    def fitted(self) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Return the messages as chat templates expect them, and the keys of the conversation.
+
+        These are its keys before the first message, after the first, and so on. Two conversations have the same key if
+        they have the same tools and their messages say the same: see ``next_key``.
 
         Raises:
             ProblemError: 400, a message is not readable.
         """
-        return [for_template(message) for message in self.messages]
-
-    def keys(self, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        """Return the keys of the conversation before its first message, after the first, and so on.
-
-        ``messages`` are those of ``fitted``. Two conversations have the same key if they have the same tools and their
-        messages say the same: see ``next_key``.
-        """
+        messages = [for_template(message) for message in self.messages]
         keys = [_hash(b"", [self.offered_tools, self.chat_template_kwargs])]
         for message in messages:
             keys.append(next_key(keys[-1], message))
-        return keys
+        return messages, keys
 
 
 def next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
@@ -251,11 +247,7 @@ def validated(model: type[M], body: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(_without_nulls(body))
     except ValidationError as error:
-        mistakes = [
-            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()[:3]
-        ]
-        raise ProblemError(400, "; ".join(map(printable, mistakes))) from error
+        raise invalid_body(error) from error
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _messages(session: Session, items: list[Any]) -> list[dict[str, Any]]:
     for listed in items:
         item = _referred(session, listed) if isinstance(listed, _ItemReference) else listed
         if isinstance(item, _Reasoning):
-            text = "".join(thought.text for thought in item.content or item.summary)
+            text = joined_text(item.content or item.summary)
             thoughts = {"reasoning_content": text} if text else {}
         elif isinstance(item, _FunctionCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})

@@ -14,16 +14,7 @@ from services.core.tasks import Stopwatch
 from services.gateway.requests import ChatRequest
 from services.gateway.tree import Call, Tree
 from services.http.problems import ProblemError, refuse
-from services.protocol.sessions import (
-    DEADLINE,
-    END_BEFORE,
-    REQUEST_MARK,
-    CreateSessionRequest,
-    RewardRequest,
-    SessionReply,
-    SessionStatus,
-    Trace,
-)
+from services.protocol import sessions as wire
 
 
 class Asker:
@@ -31,7 +22,7 @@ class Asker:
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         key = headers.get("idempotency-key")
-        self.keys = [name for name in (key, headers.get(REQUEST_MARK)) if name]
+        self.keys = [name for name in (key, headers.get(wire.REQUEST_MARK)) if name]
         self.is_retry = not key and headers.get("x-stainless-retry-count", "").strip("0").isdecimal()
         """The clients of OpenAI, Anthropic and others count their retries."""
 
@@ -40,7 +31,7 @@ class Asker:
 class Session:
     """One episode."""
 
-    request: CreateSessionRequest
+    request: wire.CreateSessionRequest
     created: float
     """Unix seconds."""
     is_finished: bool = False
@@ -88,7 +79,7 @@ class Session:
         if self.is_finished:
             refuse(409, f"session {self.id} is finished and takes no more calls", "session_finished")
 
-    def check_reward(self, request: RewardRequest) -> None:
+    def check_reward(self, request: wire.RewardRequest) -> None:
         """Raise ProblemError, 409, if the session is finished with another reward than that of ``request``."""
         if self.is_finished and (self.reward, self.reason) != (request.reward, request.reason):
             raise ProblemError(409, f"session {self.id} is finished; its reward can no longer change")
@@ -105,11 +96,9 @@ class Session:
         if self.seconds_left <= 0:
             self.refuse_late()
         if len(self.tree.calls) + len(self.in_flight) >= limits.max_turns:
-            self._refuse(f"reached its limit of {limits.max_turns} turns (AGENT_MAX_TURNS); {END_BEFORE}", "max_turns")
+            self._refuse_over(f"{limits.max_turns} turns (AGENT_MAX_TURNS)", "max_turns")
         if left < 1:
-            self._refuse(
-                f"reached its limit of {limits.max_tokens} tokens (AGENT_MAX_TOKENS); {END_BEFORE}", "max_tokens"
-            )
+            self._refuse_over(f"{limits.max_tokens} tokens (AGENT_MAX_TOKENS)", "max_tokens")
         return min(limits.max_turn_tokens, left, call.max_tokens or left)
 
     def earlier(self, digest: str, asker: Asker) -> str | None:
@@ -149,18 +138,18 @@ class Session:
 
     def refuse_late(self, why: str = "its calls waited for engines") -> NoReturn:
         """Raise ProblemError, 429, because the deadline has passed."""
-        seconds = f"{self.request.deadline_seconds:g}"
-        self._refuse(f"has reached its deadline of {seconds} s (twice AGENT_SECONDS): {why}", DEADLINE)
+        self.refused, reached = wire.DEADLINE, f"deadline of {self.request.deadline_seconds:g} s (twice AGENT_SECONDS)"
+        refuse(429, f"session {self.id} has reached its {reached}: {why}", wire.DEADLINE)
 
-    def _refuse(self, why: str, limit: str) -> NoReturn:
+    def _refuse_over(self, reached: str, limit: str) -> NoReturn:
         self.refused = limit
-        refuse(429, f"session {self.id} {why}", limit)
+        refuse(429, f"session {self.id} reached its limit of {reached}; {wire.END_BEFORE}", limit)
 
-    def reply(self) -> SessionReply:
+    def reply(self) -> wire.SessionReply:
         """Return the state of the session."""
-        return SessionReply(
+        return wire.SessionReply(
             id=self.id,
-            status=SessionStatus.FINISHED if self.is_finished else SessionStatus.OPEN,
+            status="finished" if self.is_finished else "open",
             called=self.called or bool(self.tree.calls),
             turns=len(self.tree.calls),
             sampled_tokens=self.sampled_tokens,
@@ -170,10 +159,10 @@ class Session:
             waited_seconds=self.waits.seconds,
         )
 
-    def trace(self) -> Trace:
+    def trace(self) -> wire.Trace:
         """Return the whole episode so far."""
         turns = list(self.tree.turns)
-        return Trace(
+        return wire.Trace(
             id=self.id,
             group_id=self.request.group_id,
             index=self.request.index,

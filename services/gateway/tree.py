@@ -136,23 +136,16 @@ class Tree:
         parent = None if record["parent"] is None else self.calls[record["parent"][0]].turns[record["parent"][1]]
         fields = ("name", "added_ids", "messages", "sampling", "reply", "offers_tools")
         call = Call(parent=parent, **{name: record[name] for name in fields if name in record})
-        call.turns = [
-            Turn(
-                call,
-                TokenSequence.model_validate(turn["completion"]),
-                turn["message"],
-                bytes.fromhex(turn["key"]),
-                turn["unparsed_calls"],
-            )
-            for turn in record["turns"]
-        ]
+        for turn in record["turns"]:
+            completion, key = TokenSequence.model_validate(turn["completion"]), bytes.fromhex(turn["key"])
+            call.turns.append(Turn(call, completion, turn["message"], key, turn["unparsed_calls"]))
         self.add(call)
         return call
 
     def deepest(self, keys: Sequence[bytes], messages: Sequence[Mapping[str, Any]]) -> tuple[Turn | None, int]:
         """Return the deepest turn that a conversation continues, and the number of its messages up to that turn.
 
-        ``keys`` are those of the conversation by number of its ``messages`` (ChatRequest.keys).
+        ``keys`` are those of the conversation by number of its ``messages`` (ChatRequest.fitted).
         """
         for count in range(len(keys) - 1, 0, -1):
             for turn in self._turns.get(keys[count], ()):
@@ -194,35 +187,30 @@ def _choices(calls: Iterable[Call]) -> list[Turn]:
 
 
 def _sequence(path: list[Turn], trained: set[Turn], numbers: Mapping[Call, tuple[int, int]]) -> TraceSequence:
-    ids: list[Any] = []
-    logprobs: list[Any] = []
-    mask: list[Any] = []
-    versions: list[Any] = []
+    parts: list[tuple[Any, Any, Any, Any]] = []  # token ids, log-probabilities, loss mask, policy versions
     turns: list[groups.Turn] = []
     place = 0
     for number, turn in enumerate(path):
-        completion = turn.completion
-        added = turn.call.added_ids if number else []
+        completion, is_trained = turn.completion, turn not in trained
+        added = np.array(turn.call.added_ids if number else [], np.int32)
+        version = completion.policy_versions[0] if completion.tokens else 0
+        parts.append((added, np.zeros(len(added)), np.zeros(len(added), bool), np.full(len(added), version)))
+        mask = np.full(completion.tokens, is_trained)
+        parts.append((completion.completion_ids, completion.logprobs, mask, completion.policy_versions))
         first, end = place + len(added), place + len(added) + completion.tokens
-        ids += [np.array(added, np.int32), completion.completion_ids]
-        logprobs += [np.zeros(len(added)), completion.logprobs]
-        mask += [np.zeros(len(added), bool), np.full(completion.tokens, turn not in trained)]
-        versions += [
-            np.full(len(added), completion.policy_versions[0] if completion.tokens else 0),
-            completion.policy_versions,
-        ]
-        if turn not in trained and completion.tokens:
+        if is_trained and completion.tokens:
             call, number_of_turn = numbers[turn.call]
             turns.append(groups.Turn(number=number_of_turn, call=call, start=first, end=end))
         trained.add(turn)
         place = end
+    ids, logprobs, mask, versions = (np.concatenate(column) for column in zip(*parts, strict=True))
     last = path[-1]
     return TraceSequence(
         prompt_ids=path[0].call.added_ids,
-        completion_ids=np.concatenate(ids),
-        logprobs=np.concatenate(logprobs),
-        loss_mask=np.concatenate(mask),
-        policy_versions=np.concatenate(versions),
+        completion_ids=ids,
+        logprobs=logprobs,
+        loss_mask=mask,
+        policy_versions=versions,
         finish_reason=last.completion.finish_reason,
         text=last.message["content"] or "",
         messages=[message for turn in path for message in (*turn.call.messages, {**turn.message, "sampled": True})],

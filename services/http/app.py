@@ -41,7 +41,7 @@ log = logs.get_logger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_SECONDS = 60.0
 
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[Any]]
 Stats = Mapping[str, Any]
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotation there

@@ -16,12 +16,13 @@ import re
 import socket
 import ssl
 import time
+from collections import Counter
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 import orjson
 import stamina
-from prometheus_client import Counter
+from prometheus_client import Counter as Metric
 from pydantic import BaseModel, ValidationError
 
 from services.core import endpoints
@@ -37,7 +38,7 @@ stamina.instrumentation.set_on_retry_hooks([stamina.instrumentation.PrometheusOn
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
-RETRIES = Counter("client_retries", "Requests that were tried again.", ["service"])
+RETRIES = Metric("client_retries", "Requests that were tried again.", ["service"])
 
 KEEP_ALIVE_SECONDS = 5.0
 """Connections that idled longer are closed: each new connection resolves the name again, so that the client finds a
@@ -101,17 +102,15 @@ class Pools(httpx.AsyncBaseTransport):
     def __init__(self, url: str) -> None:
         """Make pools of connections to the server of ``url``."""
         self._url = url
-        self._requests: dict[httpx.AsyncHTTPTransport, int] = {}
+        self._requests: Counter[httpx.AsyncHTTPTransport] = Counter()
         """The number of requests under way in each pool."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request through the least busy pool; a new one if all are full."""
-        least = min(self._requests.values(), default=POOL_REQUESTS)
-        if least < POOL_REQUESTS:
-            pool = next(pool for pool, count in self._requests.items() if count == least)
-        else:
+        pool = min(self._requests, key=self._requests.__getitem__, default=None)
+        if pool is None or self._requests[pool] >= POOL_REQUESTS:
             pool = pool_for(self._url, None)
-        self._requests[pool] = self._requests.get(pool, 0) + 1
+        self._requests[pool] += 1
         try:
             return await pool.handle_async_request(request)
         finally:
@@ -326,9 +325,7 @@ class HttpClient:
                 last_state = str(error)
             pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
             await asyncio.sleep(min(pause, remaining))
-        raise DependencyLostError(
-            f"{self._place} is not healthy after {deadline_seconds:g} s: {last_state}; see its log"
-        )
+        raise DependencyLostError(f"{self._place} is unhealthy after {deadline_seconds:g} s: {last_state}; see its log")
 
     def _build(
         self, method: str, path: str, payload: Payload, seconds: float, options: RequestOptions

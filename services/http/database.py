@@ -8,8 +8,8 @@ import os
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -30,21 +30,14 @@ LOCK_SECONDS = 20.0
 
 
 @dataclass
-class Write:
-    """Statements that wait to be written, and the future that their writer awaits."""
+class Work:
+    """Statements to write, or a use of the database outside of any transaction, and the future of the result."""
 
-    statements: Sequence[Statement]
-    done: asyncio.Future[None]
+    statements: Sequence[Statement] = ()
+    use: Callable[[], Any] | None = None
     is_alone: bool = False
-    """True for a transaction of their own, after one that they shared has failed."""
-
-
-@dataclass
-class Use:
-    """Work with the database outside of any transaction, and the future of its result."""
-
-    work: Callable[[], Any]
-    done: asyncio.Future[Any]
+    """True for a transaction of their own, after one that statements shared has failed."""
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Database:
@@ -75,7 +68,7 @@ class Database:
         self._on_damage = on_damage
         self._thread = ThreadPoolExecutor(1, f"{self.name}-store")
         self._file = directory / f"{self.name}.sqlite"
-        self._waiting: deque[Write | Use] = deque()
+        self._waiting: deque[Work] = deque()
         self._is_in_use = False
         self._db: sqlite3.Connection
         self._inodes: list[int]
@@ -100,10 +93,7 @@ class Database:
         Raises:
             ProblemError: 507, the disk refuses to write; 500, these statements cannot be executed. Nothing was changed.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Write(statements, done))
-        self._begin()
-        await done
+        await self._ask(Work(statements))
 
     async def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query.
@@ -115,10 +105,13 @@ class Database:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the database's thread, after everything that was asked for before."""
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Use(work, done))
+        result: T = await self._ask(Work(use=work))
+        return result
+
+    def _ask(self, work: Work) -> asyncio.Future[Any]:
+        self._waiting.append(work)
         self._begin()
-        return await done
+        return work.done
 
     def _begin(self) -> None:
         """Begin the work that waits longest, with all writes that follow each other, unless the database is in use."""
@@ -126,52 +119,46 @@ class Database:
             return
         self._is_in_use = True
         first = self._waiting.popleft()
-        if isinstance(first, Use):
-            self._in_thread(first.work, partial(self._end_use, first))
+        if first.use is not None:
+            self._in_thread(first.use, partial(self._end_use, first))
             return
         batch = [first]
-        while not first.is_alone and self._waiting and isinstance(following := self._waiting[0], Write):
-            self._waiting.popleft()
-            batch.append(following)
+        while not first.is_alone and self._waiting and self._waiting[0].use is None:
+            batch.append(self._waiting.popleft())
         try:
             self._commit(batch)
         except Exception as error:  # noqa: BLE001  # Whatever it is, nobody may wait for ever.
-            asyncio.get_running_loop().call_soon(self._end_writes, batch, None, error)
+            asyncio.get_running_loop().call_soon(self._end_writes, batch, error)
 
-    def _in_thread(self, work: Callable[[], T], then: Callable[[T | None, Exception | None], None]) -> None:
-        """Run ``work`` in the thread, then ``then`` in the event loop with its result or error."""
+    def _in_thread(self, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+        """Run ``work`` in the thread, then ``then`` in the event loop with the future that has its result or error."""
         loop = asyncio.get_running_loop()
+        self._thread.submit(work).add_done_callback(lambda ended: loop.call_soon_threadsafe(then, ended))
 
-        def run() -> None:
-            try:
-                result, error = work(), None
-            except Exception as raised:  # noqa: BLE001  # raised where the result is awaited
-                result, error = None, raised
-            loop.call_soon_threadsafe(then, result, error)
-
-        self._thread.submit(run)
-
-    def _end_use(self, use: Use, result: Any, error: Exception | None) -> None:
+    def _end_use(self, work: Work, ended: Future[Any]) -> None:
         self._is_in_use = False
         self._begin()
-        _settle(use.done, result, None if error is None else self._damage(error) or error)
+        if (error := ended.exception()) is None:
+            _settle(work.done, ended.result(), None)
+        else:
+            _settle(work.done, None, self._damage(error) or error)
 
-    def _damage(self, error: Exception) -> ConfigurationError | None:
+    def _damage(self, error: BaseException) -> ConfigurationError | None:
         """Return the error that ends the process, and report it, if ``error`` says that the file is damaged."""
-        damage = files.database_damage(error, self._file, self.loss)
+        damage = database_damage(error, self._file, self.loss)
         if damage is not None:
             self._on_damage(damage)
         return damage
 
-    def _commit(self, batch: Sequence[Write]) -> None:
+    def _commit(self, batch: Sequence[Work]) -> None:
         """Execute the statements of a batch, and let the thread commit them."""
         self._db.execute("BEGIN")
         for write in batch:
             for statement, values in write.statements:
                 self._db.execute(statement, values)
-        self._in_thread(lambda: self._db.execute("COMMIT"), partial(self._end_writes, batch))
+        self._in_thread(lambda: self._db.execute("COMMIT"), lambda ended: self._end_writes(batch, ended.exception()))
 
-    def _end_writes(self, batch: Sequence[Write], _: object, error: Exception | None) -> None:
+    def _end_writes(self, batch: Sequence[Work], error: BaseException | None) -> None:
         """Tell those who wait for a transaction its end; writes that failed together are tried one by one."""
         try:
             if error is None and self._find_inodes() != self._inodes:
@@ -182,14 +169,14 @@ class Database:
             error = error or failure
         self._is_in_use = False
         if error is not None and len(batch) > 1:
-            self._waiting.extendleft(Write(write.statements, write.done, is_alone=True) for write in reversed(batch))
+            self._waiting.extendleft(Work(w.statements, is_alone=True, done=w.done) for w in reversed(batch))
         else:
             refusal = None if error is None else self._damage(error) or self._refusal(error)
             for write in batch:
                 _settle(write.done, None, refusal)
         self._begin()
 
-    def _refusal(self, error: Exception) -> ProblemError:
+    def _refusal(self, error: BaseException) -> ProblemError:
         """Return the refusal of a write that failed with ``error``."""
         if isinstance(error, sqlite3.OperationalError | OSError):
             space = ""
@@ -242,21 +229,44 @@ def open_database(
         database.executescript(
             f"{pragmas}PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
         )
-        files.require_database_format(database, file, version)
+        [(stored,)] = database.execute("PRAGMA user_version")
+        [(tables,)] = database.execute("SELECT count(*) FROM sqlite_master")
+        if tables and stored != version:
+            raise ConfigurationError(
+                f"{str(file)!r} was written by another version of this program (its format is {stored}, this program "
+                f"reads {version}); continue with that version, or begin a new run"
+            )
+        database.execute(f"PRAGMA user_version = {version}")
         database.executescript(f"BEGIN EXCLUSIVE; {schema} COMMIT")
     except (OSError, sqlite3.Error) as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
             raise DependencyLostError(
                 f"another process uses {str(file.parent)!r}; end it, or give this one another {variable}"
             ) from error
-        raise files.database_damage(error, file, loss) or ConfigurationError(
-            f"{variable} {str(file.parent)!r} cannot be used: {error}; give a directory on a disk of this machine "
-            f"that can be written"
+        raise database_damage(error, file, loss) or ConfigurationError(
+            f"{variable} {str(file.parent)!r} cannot be used: {error}; give a writable directory on this machine's disk"
         ) from error
     return database
 
 
-def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
+def database_damage(error: BaseException, file: Path, loss: str) -> ConfigurationError | None:
+    """Return the error that ends a service whose SQLite file is damaged; None for an error of another cause.
+
+    Args:
+        error: SQLite's error.
+        file: the damaged file.
+        loss: the end of the message, which says what the user loses without the file.
+    """
+    # Other causes have a subclass: a full disk, a lock, a statement that cannot be executed.
+    is_damage = type(error) is sqlite3.DatabaseError or "Could not decode to UTF-8" in str(error)
+    if not is_damage or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+        return None
+    return ConfigurationError(
+        f"{str(file)!r} is damaged: {error}; check its disk, move its directory away and start again: {loss}"
+    )
+
+
+def _settle(done: asyncio.Future[T], result: T, error: BaseException | None) -> None:
     """Set the result or error of ``done``, unless nobody waits for it any more."""
     if done.cancelled():
         return

@@ -10,6 +10,7 @@ import orjson
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
@@ -41,6 +42,12 @@ def refuse(status: int, detail: str, code: str) -> NoReturn:
     """Raise ProblemError with ``code`` in OpenAI's error; the header keeps OpenAI's clients from asking again."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     raise ProblemError(status, detail, {"X-Should-Retry": "false"}, error={"type": kind, "code": code, "param": None})
+
+
+def invalid_body(error: ValidationError) -> ProblemError:
+    """Return the refusal, 400, of a body that is not valid, with its first mistakes."""
+    mistakes = (f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()[:3])
+    return ProblemError(400, "; ".join(map(printable, mistakes)))
 
 
 def unknown_source(name: str, sources: Iterable[str]) -> ProblemError:

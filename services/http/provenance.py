@@ -6,6 +6,7 @@ component without this route (the rollout node's launcher, a collector) writes i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -82,10 +83,8 @@ def _record_path(run_dir: Path, task: Task) -> Path:
 def _versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

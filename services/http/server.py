@@ -9,10 +9,9 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import types
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import FrameType
 from typing import Any, TypeVar, get_args
 
@@ -49,21 +48,11 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Handle the signals while the server runs."""
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain the service."""
         asyncio.get_event_loop().call_soon_threadsafe(self._lifecycle.draining.set)
         super().handle_exit(sig, frame)
+        self._captured_signals.clear()  # Uvicorn would raise them again at the end.
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:

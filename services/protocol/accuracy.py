@@ -58,23 +58,6 @@ def standard_error(scores: Sequence[float]) -> float:
     return statistics.pstdev(scores) / sqrt(len(scores))
 
 
-def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the 95% interval of the mean of ``scores``, one score from 0 to 1 a prompt.
-
-    Wilson's score interval (1927), which lies within 0 and 1 and has a width also at 0 and at 1. Scores between 0 and 1
-    vary less than right and wrong answers of the same mean. Like as many of those they count as have the same standard
-    error: p (1 - p) / stderr^2 (Kish's effective sample size).
-
-    Raises:
-        StatisticsError: there are no scores.
-    """
-    mean, error = statistics.fmean(scores), standard_error(scores)
-    n = mean * (1 - mean) / error**2 if error > 0 else len(scores)
-    middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z * sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
 class Estimate(BaseModel):
     """A mean over ``prompts`` prompts with its standard error and the ends of its interval."""
 
@@ -89,13 +72,20 @@ class Estimate(BaseModel):
 
 
 def estimate(scores: Sequence[float]) -> Estimate:
-    """Return the mean of ``scores``, one score from 0 to 1 a prompt, with its ``standard_error`` and ``interval``.
+    """Return the mean of ``scores``, one score from 0 to 1 a prompt, with its ``standard_error`` and 95% interval.
+
+    Wilson's score interval (1927), which lies within 0 and 1 and has a width also at 0 and at 1. Scores between 0 and 1
+    vary less than right and wrong answers of the same mean. Like as many of those they count as have the same standard
+    error: p (1 - p) / stderr^2 (Kish's effective sample size).
 
     Raises:
         StatisticsError: there are no scores.
     """
-    low, high = interval(scores)
     mean, error = statistics.fmean(scores), standard_error(scores)
+    n = mean * (1 - mean) / error**2 if error > 0 else len(scores)
+    middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z * sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
+    low, high = max(middle - half, 0.0), min(middle + half, 1.0)
     return Estimate(value=mean, stderr=error, low=low, high=high, prompts=len(scores))
 
 

@@ -75,16 +75,12 @@ def _flags(value: Any) -> NDArray[np.bool_]:
 _AS_LIST = PlainSerializer(lambda array: array.tolist(), when_used="json")
 _INTEGERS = WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
 _NUMBERS = WithJsonSchema({"type": "array", "items": {"type": "number"}})
+_BOOLEANS = WithJsonSchema({"type": "array", "items": {"type": "boolean"}})
 
 Counts = Annotated[NDArray[np.int32], PlainValidator(_counts), _AS_LIST, _INTEGERS]
 """Token ids or policy versions, [L]."""
 Numbers = Annotated[NDArray[np.float64], PlainValidator(_numbers), _AS_LIST, _NUMBERS]
-Flags = Annotated[
-    NDArray[np.bool_],
-    PlainValidator(_flags),
-    _AS_LIST,
-    WithJsonSchema({"type": "array", "items": {"type": "boolean"}}),
-]
+Flags = Annotated[NDArray[np.bool_], PlainValidator(_flags), _AS_LIST, _BOOLEANS]
 
 
 _ARRAYS = {"completion_ids", "logprobs", "policy_versions", "loss_mask", "advantages", "arrays"}

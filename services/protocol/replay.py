@@ -51,9 +51,7 @@ class AddGroupsRequest(StrictModel):
     @model_validator(mode="after")
     def _one_priority_a_group(self) -> Self:
         if self.priorities is not None and len(self.priorities) != len(self.groups):
-            raise ValueError(
-                f"{len(self.groups)} groups but {len(self.priorities)} priorities: give one a group or none"
-            )
+            raise ValueError(f"{len(self.groups)} groups, {len(self.priorities)} priorities: give one a group or none")
         return self
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -36,15 +35,8 @@ class CreateSessionRequest(StrictModel):
     lora_path: str | None = Field(default=None, min_length=1, max_length=200)
 
 
-class SessionStatus(StrEnum):
-    """The state of a session: it takes calls, or it is finished."""
-
-    OPEN = "open"
-    FINISHED = "finished"
-
-
 class SessionReply(WireModel):
-    """Reply of POST /sessions and GET /sessions/{id}.
+    """Reply of POST /sessions and GET /sessions/{id}; an open session takes calls.
 
     ``called`` says whether the agent has made a call, answered or not. ``refused`` names the limit over which the
     newest call was refused: ``max_turns``, ``max_tokens`` or DEADLINE. ``waited_seconds`` is the time in which calls
@@ -52,7 +44,7 @@ class SessionReply(WireModel):
     """
 
     id: str
-    status: SessionStatus
+    status: Literal["open", "finished"]
     called: bool = False
     turns: int = 0
     sampled_tokens: int = 0

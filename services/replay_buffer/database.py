@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.core import files
 from services.core.errors import ConfigurationError
-from services.http.database import open_database
+from services.http.database import database_damage, open_database
 from services.http.problems import ProblemError
 from services.protocol.groups import FORMAT, GroupFormatError, check_format
 
@@ -92,22 +92,17 @@ class Database(sqlite3.Connection):
         try:
             self.execute("BEGIN")
             yield
-            used = self.used_bytes
-            if used > max(before, MAX_BYTES):
-                raise ProblemError(
-                    507,
-                    f"the groups take {before / 2**30:.1f} GB, all that is allowed; "
-                    f"{files.free_space(self._directory)}: train on the waiting groups, or end their collectors",
-                )
+            if self.used_bytes > max(before, MAX_BYTES):
+                room = f"all that is allowed; {files.free_space(self._directory)}"
+                remedy = "train on the waiting groups, or end their collectors"
+                raise ProblemError(507, f"the groups take {before / 2**30:.1f} GB, {room}: {remedy}")
             self.execute("COMMIT")
         except BaseException as error:
             if self.in_transaction:  # SQLite rolls back by itself after some errors.
                 self.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error) and self._says_disk_full(error):
-                raise ProblemError(
-                    507,
-                    f"the replay-buffer's disk is full: {error}; {files.free_space(self._directory)}: make room there",
-                ) from error
+                room = files.free_space(self._directory)
+                raise ProblemError(507, f"replay-buffer's disk is full: {error}; {room}: make room there") from error
             raise
 
     @property
@@ -147,4 +142,4 @@ class Database(sqlite3.Connection):
 
 def damage(error: BaseException, directory: Path) -> ConfigurationError | None:
     """Return the error that ends the process if ``error`` says that the file is damaged, None otherwise."""
-    return files.database_damage(error, directory / _FILE, _LOSS)
+    return database_damage(error, directory / _FILE, _LOSS)

@@ -57,12 +57,9 @@ class FreshQueue:
         """
         queued = sum(self.counts())
         if queued + len(groups) > QUEUE_CAPACITY:
-            raise ProblemError(
-                429,
-                f"{queued} groups wait or are leased, and {len(groups)} more exceed the queue's capacity of "
-                f"{QUEUE_CAPACITY}; wait until the trainer has taken some",
-                headers={"Retry-After": "1"},
-            )
+            limit = f"{len(groups)} more exceed the queue's capacity of {QUEUE_CAPACITY}"
+            detail = f"{queued} groups wait or are leased, and {limit}; wait until the trainer has taken some"
+            raise ProblemError(429, detail, {"Retry-After": "1"})
         with self._store.transaction():
             added = self._store.insert_new(groups, priorities)
             self._db.executemany("INSERT INTO members VALUES (?, 'queue', 0, ?, ?, ?, NULL)", added)

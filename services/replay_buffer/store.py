@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -283,8 +282,7 @@ _ROW = np.dtype([*((name, np.int64) for name in _INTEGERS), ("priority", np.floa
 _LEAST_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """A drawn record: its priority, the probability of drawing it first, and its importance weight."""
 
     sequence: int

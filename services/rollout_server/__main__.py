@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from services.core import endpoints, logs, machine, models
 from services.core.child import LAUNCHER_VARIABLE
@@ -33,7 +33,7 @@ from services.engines.sglang_command import EngineKernels, check_installed
 from services.http import provenance
 from services.http.client import HttpClient
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.watch import HANG_SECONDS, EngineWatch
+from services.rollout_server.watch import watch_engine
 
 log = logs.get_logger(__name__)
 
@@ -140,14 +140,13 @@ async def run_node(
                 worker.is_healthy,
                 max_restarts=settings.rollout_max_restarts,
                 start_seconds=settings.engine_start_seconds,
-                hang_seconds=HANG_SECONDS,
             )
             registration = WorkerRegistration(settings, worker, router, process)
             process.before_restart = registration.withdraw
             registrations.append(registration)
             processes.append(process)
-            watch = EngineWatch(settings, worker, process, registration.is_updating)
-            parts += [process.run(), registration.run(), watch.run()]
+            watch = watch_engine(settings, worker, process, registration.is_updating)
+            parts += [process.run(), registration.run(), watch]
 
         async def stop_on_signal() -> None:
             await stopped.wait()
@@ -211,30 +210,9 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
     children = [router_command(settings, addresses.router, addresses.router_metrics)]
     if addresses.auth_proxy is not None:
         children.append(proxy_command(addresses.auth_proxy, addresses.router, endpoints.num_nodes()))
-    await run_until_first_ends(
-        *(
-            SupervisedProcess(
-                command,
-                public.is_healthy,
-                max_restarts=settings.rollout_max_restarts,
-                start_seconds=ROUTER_START_SECONDS,
-                hang_seconds=HANG_SECONDS,
-            ).run()
-            for command in children
-        )
-    )
-
-
-def number_of_gpus() -> int:
-    """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
-    promised = machine.promised_gpus()
-    if promised is not None:
-        return promised
-    if importlib.util.find_spec("torch") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
+    most, seconds = settings.rollout_max_restarts, ROUTER_START_SECONDS
+    supervise = partial(SupervisedProcess, is_healthy=public.is_healthy, max_restarts=most, start_seconds=seconds)
+    await run_until_first_ends(*(supervise(command).run() for command in children))
 
 
 def main() -> None:
@@ -254,7 +232,8 @@ def main() -> None:
     kill_stale_processes()
     endpoints.ask_directly()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
-    n_gpus = number_of_gpus()
+    promised = machine.promised_gpus()
+    n_gpus = len(machine.visible_gpus()) if promised is None else promised
     engine_class = choose_engine(settings, n_gpus)
     engine_class.check_installed(settings, n_gpus)
     models.download_model(settings.model_name)

@@ -35,7 +35,7 @@ from services.http.problems import problem_response
 from services.http.server import ended_before_client_left, listen, server_config
 
 SERVICE = "router"
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 CONNECT_SECONDS = 5.0
 DRAIN_SECONDS = 3
 HUNG_SECONDS = 60
@@ -61,15 +61,13 @@ def create_app(router_url: str, token: str) -> ASGIApp:
     async def forward(request: Request) -> Response:
         client: httpx.AsyncClient = request.app.state.client
         try:
-            target = httpx.URL(raw_path=_raw_target(request))
+            path, query = request.scope["raw_path"], request.scope["query_string"]
+            # Unchanged: a %2F in a path is not a slash.
+            target = httpx.URL(raw_path=path + b"?" + query if query else path)
         except (httpx.InvalidURL, UnicodeDecodeError) as error:
             return problem_response(400, f"the path cannot be forwarded: {error}")
-        outgoing = client.build_request(
-            request.method,
-            target,
-            headers=_end_to_end(request.headers.raw),
-            content=await request.body() or None,
-        )
+        headers, content = _end_to_end(request.headers.raw), await request.body() or None
+        outgoing = client.build_request(request.method, target, headers=headers, content=content)
         sending = asyncio.create_task(client.send(outgoing, stream=True))
         try:
             # The router and its worker may stop, too, when the client has left.
@@ -86,15 +84,8 @@ def create_app(router_url: str, token: str) -> ASGIApp:
 
     app = Starlette(lifespan=lifespan)
     problems.install(app)
-    app.add_route("/{path:path}", forward, methods=list(METHODS))
+    app.add_route("/{path:path}", forward, methods=METHODS)
     return ServiceMiddleware(app, service=SERVICE, token=token, is_ready=lambda: True)
-
-
-def _raw_target(request: Request) -> bytes:
-    """Return path and query unchanged: a %2F in a path is not a slash."""
-    path: bytes = request.scope["raw_path"]
-    query: bytes = request.scope["query_string"]
-    return path + b"?" + query if query else path
 
 
 def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

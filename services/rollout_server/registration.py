@@ -143,7 +143,10 @@ class WorkerRegistration:
                     break
                 if str(error) != logged:
                     logged = str(error)
-                    self._say_not_registered(logged)
+                    if self._has_met_router:
+                        self._log.warning("worker not registered", reason=logged)
+                    else:
+                        self._log.info("waiting for the router", seconds=lost_seconds)
                 refusals += isinstance(error, WorkerRefusedError)
                 if refusals >= MAX_TRIES:
                     self._log.error("engine refuses the published version: killed")
@@ -169,12 +172,6 @@ class WorkerRegistration:
             await self._catch_up_and_register()
             self._is_listed, self._stale_since = True, None
         return len(listed)
-
-    def _say_not_registered(self, reason: str) -> None:
-        if self._has_met_router:
-            self._log.warning("worker not registered", reason=reason)
-        else:
-            self._log.info("waiting for the router", seconds=self._settings.lost_seconds)
 
     async def _is_stale(self) -> bool:
         """Return whether the worker serves an older version than the newest published one."""
@@ -271,9 +268,7 @@ class WorkerRegistration:
         except RequestRefusedError as error:
             raise WorkerRefusedError(f"the router refuses worker {self._url}: {error.detail}") from error
         except TimeoutError as error:
-            raise DependencyLostError(
-                f"the router did not list worker {self._url} within {LISTED_SECONDS:g} s"
-            ) from error
+            raise DependencyLostError(f"the router did not list {self._url} within {LISTED_SECONDS:g} s") from error
 
     def _check_volume(self) -> None:
         """Check, while nothing is published, that this node sees the volume to which the trainer publishes.

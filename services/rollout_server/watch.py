@@ -18,15 +18,13 @@ from collections.abc import Awaitable, Callable
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.core.supervisor import SupervisedProcess
+from services.core.supervisor import HANG_SECONDS, SupervisedProcess
 from services.engines.engine import Engine, WorkerRefusedError
 from services.engines.settings import RolloutSettings
 from services.http.client import HttpClient
 
 log = get_logger(__name__)
 
-HANG_SECONDS = 60.0
-"""An engine or router that does not answer for that long is killed and restarted: longer than any step takes."""
 UPDATE_SECONDS = 600.0
 """Longest silence while weights change, as long as the trainer waits for a worker that loads a version."""
 LEAST_FAILURES = 2
@@ -35,75 +33,63 @@ SLEEP_POLL_SECONDS = 5.0
 """The longest time between two questions to a sleeping engine."""
 
 
-class EngineWatch:
-    """The watch over one engine.
+async def watch_engine(
+    settings: RolloutSettings, worker: Engine, engine: SupervisedProcess, is_updating: Callable[[], Awaitable[bool]]
+) -> None:
+    """Watch every start of an engine, from its first answer on, until cancelled.
 
     A check of the scheduler takes place every sixth of HANG_SECONDS and fails after half of them. So a silent engine is
     killed within 1.5 times HANG_SECONDS, or UPDATE_SECONDS later than that while its weights seem to change. A sleeping
     engine wakes when the trainer has not answered for ``stale_seconds`` of the settings.
+
+    Args:
+        settings: the limits of time, and whether the engine sleeps.
+        worker: the engine's routes.
+        engine: the engine's process.
+        is_updating: returns whether the engine's weights may be changing now, during which it is silent.
     """
+    start = 0
+    while True:
+        start = await engine.wait_until_healthy(after=start)
+        watches = [_kill_if_hung(worker, engine, is_updating, start)]
+        watches += [_wake_if_alone(worker, engine, settings.stale_seconds, start)] if settings.engine_sleeps else []
+        await asyncio.gather(*watches)
 
-    def __init__(
-        self,
-        settings: RolloutSettings,
-        worker: Engine,
-        engine: SupervisedProcess,
-        is_updating: Callable[[], Awaitable[bool]],
-    ) -> None:
-        """Make a watch.
 
-        Args:
-            settings: the limits of time, and whether the engine sleeps.
-            worker: the engine's routes.
-            engine: the engine's process.
-            is_updating: returns whether the engine's weights may be changing now, during which it is silent.
-        """
-        self._settings = settings
-        self._worker = worker
-        self._engine = engine
-        self._is_updating = is_updating
+async def _kill_if_hung(
+    worker: Engine, engine: SupervisedProcess, is_updating: Callable[[], Awaitable[bool]], start: int
+) -> None:
+    hang_seconds = HANG_SECONDS
+    answered = quiet_since = time.monotonic()
+    failures = 0
+    while engine.is_running(start):
+        if await worker.scheduler_answers(hang_seconds / 2):
+            answered = quiet_since = time.monotonic()
+            failures = 0
+        elif time.monotonic() - answered < UPDATE_SECONDS and await is_updating():
+            quiet_since = time.monotonic()
+        else:
+            failures += 1
+        quiet = time.monotonic() - quiet_since
+        if failures >= LEAST_FAILURES and quiet > hang_seconds and engine.is_running(start):
+            log.error("scheduler does not answer: engine killed", url=worker.url, seconds=round(quiet, 1))
+            engine.kill()
+            return
+        await sleep(hang_seconds / 6)
 
-    async def run(self) -> None:
-        """Watch every start of the engine, from its first answer on, until cancelled."""
-        start = 0
-        while True:
-            start = await self._engine.wait_until_healthy(after=start)
-            watches = [self._kill_if_hung(start)]
-            watches += [self._wake_if_alone(start)] if self._settings.engine_sleeps else []
-            await asyncio.gather(*watches)
 
-    async def _kill_if_hung(self, start: int) -> None:
-        hang_seconds = HANG_SECONDS
-        answered = quiet_since = time.monotonic()
-        failures = 0
-        while self._engine.is_running(start):
-            if await self._worker.scheduler_answers(hang_seconds / 2):
-                answered = quiet_since = time.monotonic()
-                failures = 0
-            elif time.monotonic() - answered < UPDATE_SECONDS and await self._is_updating():
-                quiet_since = time.monotonic()
-            else:
-                failures += 1
-            quiet = time.monotonic() - quiet_since
-            if failures >= LEAST_FAILURES and quiet > hang_seconds and self._engine.is_running(start):
-                log.error("scheduler does not answer: engine killed", url=self._worker.url, seconds=round(quiet, 1))
-                self._engine.kill()
-                return
-            await sleep(hang_seconds / 6)
-
-    async def _wake_if_alone(self, start: int) -> None:
-        lost_seconds = self._settings.stale_seconds
-        answered = time.monotonic()
-        # The trainer's run page answers also while the trainer computes.
-        async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:
-            while self._engine.is_running(start):
-                await sleep(min(SLEEP_POLL_SECONDS, lost_seconds / 4))
-                try:
-                    if not await self._worker.is_asleep() or await trainer.is_healthy():
-                        answered = time.monotonic()
-                    elif time.monotonic() - answered > lost_seconds:
-                        log.warning("engine woken: its trainer does not answer", url=self._worker.url)
-                        await self._worker.wake()
-                        await self._worker.resume()
-                except (WorkerRefusedError, DependencyLostError) as error:
-                    log.warning("engine asleep or not: unknown", url=self._worker.url, reason=str(error))
+async def _wake_if_alone(worker: Engine, engine: SupervisedProcess, lost_seconds: float, start: int) -> None:
+    answered = time.monotonic()
+    # The trainer's run page answers also while the trainer computes.
+    async with HttpClient(endpoint(Task.TRAINER).url, service=Task.TRAINER.value) as trainer:
+        while engine.is_running(start):
+            await sleep(min(SLEEP_POLL_SECONDS, lost_seconds / 4))
+            try:
+                if not await worker.is_asleep() or await trainer.is_healthy():
+                    answered = time.monotonic()
+                elif time.monotonic() - answered > lost_seconds:
+                    log.warning("engine woken: its trainer does not answer", url=worker.url)
+                    await worker.wake()
+                    await worker.resume()
+            except (WorkerRefusedError, DependencyLostError) as error:
+                log.warning("engine asleep or not: unknown", url=worker.url, reason=str(error))

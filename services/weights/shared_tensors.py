@@ -1,4 +1,4 @@
-"""The pickle that tells an engine where weights are in the memory of a GPU that it shares with the trainer.
+"""The pickle, in base64, that tells an engine where weights are in the memory of a GPU that it shares with the trainer.
 
 The pickle is that of SGLang's ``/update_weights_from_tensor`` with ``load_format="flattened_bucket"``: a dictionary of
 ``flattened_tensor``, the bytes of several tensors one after the other as a handle of CUDA IPC, and ``metadata``, their
@@ -7,6 +7,7 @@ names, types and places.
 
 from __future__ import annotations
 
+import base64
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -26,8 +27,8 @@ class BucketError(Exception):
     """A bucket that cannot be read: damaged, or of another GPU."""
 
 
-def pack_bucket(flat: Tensor, tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the pickle of a bucket.
+def pack_bucket(flat: Tensor, tensors: Mapping[str, Tensor]) -> str:
+    """Return the pickle of a bucket, in base64.
 
     Args:
         flat: the tensors' bytes, one after the other, on a GPU.
@@ -41,17 +42,17 @@ def pack_bucket(flat: Tensor, tensors: Mapping[str, Tensor]) -> bytes:
         start += value.nbytes
     packed = io.BytesIO()
     _Pickler(packed).dump({"flattened_tensor": flat, "metadata": metadata})
-    return packed.getvalue()
+    return base64.b64encode(packed.getvalue()).decode()
 
 
-def unpack_bucket(data: bytes) -> dict[str, Tensor]:
+def unpack_bucket(text: str) -> dict[str, Tensor]:
     """Return the tensors of a pickled bucket, in the memory of the trainer; nothing of it is ever executed.
 
     Raises:
-        BucketError: the data are something else, or its memory is not there.
+        BucketError: the text is something else, or its memory is not there.
     """
     try:
-        content = _Unpickler(io.BytesIO(data)).load()
+        content = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
         flat: Tensor = content["flattened_tensor"]
         return {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).view(m.shape) for m in content["metadata"]}
     # Broken pickles raise errors of many types.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import pickle
 from pathlib import Path
@@ -69,9 +70,9 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
     return value.flatten().view(torch.uint8)
 
 
-def read(data: bytes, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def read(text: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a bucket's tensors as SGLang's FlattenedTensorBucket.reconstruct_tensors does."""
-    content = SafeUnpickler(data, flat).load()
+    content = SafeUnpickler(base64.b64decode(text), flat).load()
     whole = content["flattened_tensor"]
     tensors = {}
     for meta in content["metadata"]:
@@ -89,7 +90,7 @@ def test_a_bucket_names_only_what_sglang_allows_and_has_the_tensors() -> None:
 
 def test_a_handle_names_the_gpu_by_its_uuid() -> None:
     flat = flattened(list(STATE.values()), torch.device("cuda", 0))
-    unpickler = SafeUnpickler(pack_bucket(flat, STATE), flat)
+    unpickler = SafeUnpickler(base64.b64decode(pack_bucket(flat, STATE)), flat)
     unpickler.load()
     assert unpickler.arguments[6] == str(torch.cuda.get_device_properties(0).uuid)
 
@@ -118,10 +119,10 @@ def test_each_worker_gets_the_handles_of_its_own_gpus(monkeypatch: pytest.Monkey
     with join_ranks() as ranks:
         buckets = GpuBuckets(ranks)
     # What the ranks of four GPUs gather.
-    buckets.handles = {gpu: [f"{gpu}a".encode(), f"{gpu}b".encode()] for gpu in "0123"}
+    buckets.handles = {gpu: [f"{gpu}a", f"{gpu}b"] for gpu in "0123"}
     found = buckets._by_worker([worker("2,3", 1), worker("0,1")])
-    assert found["http://127.0.0.1:30002"] == [[b"2a", b"3a"], [b"2b", b"3b"]]
-    assert found["http://127.0.0.1:30001"] == [[b"0a", b"1a"], [b"0b", b"1b"]]
+    assert found["http://127.0.0.1:30002"] == [["2a", "3a"], ["2b", "3b"]]
+    assert found["http://127.0.0.1:30001"] == [["0a", "1a"], ["0b", "1b"]]
     for unfit in (
         [worker("4")],
         [worker("0"), worker("0", 1)],

@@ -13,7 +13,6 @@ opened and closed.
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import tempfile
@@ -317,7 +316,7 @@ class GpuBuckets:
                 f"num_nodes of ppo-trainer to 1, or {REMEDY}"
             )
         self.ranks = ranks
-        self.handles: dict[str, list[bytes]] = {}
+        self.handles: dict[str, list[str]] = {}
         """The pickle of each bucket by the GPU's name in CUDA_VISIBLE_DEVICES; on rank 0. Each is opened once."""
         self._flat: list[Tensor] = []
 
@@ -340,11 +339,11 @@ class GpuBuckets:
             if self.ranks.world_size > 1:
                 dist.broadcast(flat, src=0)
             self._flat.append(flat)
-            packed.append(base64.b64encode(pack_bucket(flat, bucket)).decode())
+            packed.append(pack_bucket(flat, bucket))
         torch.cuda.synchronize()
         everyone = self.ranks.gather_json([_gpu_name(self.ranks.device), packed])
         if self.ranks.is_main:
-            self.handles = {gpu: [base64.b64decode(text) for text in texts] for gpu, texts in everyone}
+            self.handles = dict(everyone)
 
     def release(self) -> None:
         """Give the memory back, except what an engine still reads."""
@@ -372,7 +371,7 @@ class GpuBuckets:
 
         return Delivery(version, load)
 
-    def _by_worker(self, workers: Sequence[Worker]) -> dict[str, list[list[bytes]]]:
+    def _by_worker(self, workers: Sequence[Worker]) -> dict[str, list[list[str]]]:
         """Return the pickles of each bucket for the GPUs of each worker, by its URL."""
         taken: set[str] = set()
         found = {}

@@ -143,8 +143,8 @@ def other(tiny_model: Path) -> Iterator[FakeService]:
     ("generate", "said"),
     [
         (None, r"does not score token ids: .*404.* Hosted APIs give no log-probabilities"),
-        (lambda _: {"text": "Hello", "meta_info": {}}, "has no log-probabilities of the prompt"),
-        (lambda _: {"meta_info": {"input_token_logprobs": None}}, "has no log-probabilities of the prompt"),
+        (lambda _: {"text": "Hello", "meta_info": {}}, "gave no log-probabilities of the prompt"),
+        (lambda _: {"meta_info": {"input_token_logprobs": None}}, "gave no log-probabilities of the prompt"),
         (lambda request: scores(PROBE_IDS, 1) if "text" in request else unsteady(request), "gave other numbers"),
     ],
     ids=["no such route", "text alone", "null", "unsteady"],

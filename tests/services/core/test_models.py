@@ -154,5 +154,5 @@ def test_the_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):
 def test_a_model_whose_configuration_lacks_a_number_is_named(tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigurationError, match=f"MODEL_NAME .*configuration cannot be loaded: .*{message}"):
+    with pytest.raises(ConfigurationError, match=f"MODEL_NAME .*{message}"):
         vocabulary_size(str(tmp_path), "MODEL_NAME")

@@ -17,7 +17,7 @@ from services.core.errors import ConfigurationError
 from services.core.models import attention_option
 from services.embedded_engine.adapters import read_adapter
 from services.embedded_engine.any_model import AnyModel
-from services.embedded_engine.families import is_known, read_config
+from services.embedded_engine.families import is_known
 from services.embedded_engine.loading import load
 from services.embedded_engine.scheduler import Request, Sequence
 from services.weights.digests import digest
@@ -373,4 +373,4 @@ def test_what_a_known_family_does_otherwise_is_left_to_transformers(
     family: str, options: dict[str, Any], known: bool, tmp_path: Path
 ) -> None:
     AutoConfig.for_model(family, **SHAPE, **options).save_pretrained(tmp_path)
-    assert is_known(read_config(tmp_path)) is known
+    assert is_known(tmp_path) is known

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from services.embedded_engine.kv_cache import KVCache
-from services.embedded_engine.model import Model, pack_weights
+from services.embedded_engine.model import Model
 from services.embedded_engine.weights import Architecture, read_directory
 from tests.tolerance import both_types, logprob_tolerance
 from tests.toy_models import noisy_model
@@ -73,10 +73,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def load_model(directory: Path, compute_type: str) -> Model:
     dtype = getattr(torch, compute_type)
     config = AutoConfig.from_pretrained(directory)
-    architecture = Architecture(config)
     with torch.inference_mode():
-        weights = pack_weights(architecture, read_directory(directory, architecture), dtype, CPU)
-        return Model(config, weights, dtype, CPU, 256)
+        return Model(config, read_directory(directory, Architecture(config)), dtype, CPU, 256)
 
 
 def tokens(count: int, seed: int) -> list[int]:

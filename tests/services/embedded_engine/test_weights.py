@@ -27,7 +27,7 @@ def test_sharded_bfloat16_weights_are_read_whole(architecture: Architecture, tin
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     read = read_directory(tmp_path, architecture)
-    assert read.keys() == architecture.shapes().keys()
+    assert read.keys() == architecture.shapes.keys()
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
             assert torch.equal(read[name], tensor)
@@ -41,7 +41,7 @@ def test_a_tied_copy_and_computed_tables_may_be_there(
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
     }
     save_file({**tensors, **more}, tmp_path / "model.safetensors")
-    assert read_directory(tmp_path, architecture).keys() == architecture.shapes().keys()
+    assert read_directory(tmp_path, architecture).keys() == architecture.shapes.keys()
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.calls import EngineClient
+from services.gateway.sessions import Session
 from services.protocol.groups import TokenSequence
+from services.protocol.sessions import CreateSessionRequest
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS
 
@@ -38,7 +41,8 @@ def counts(nodes: Nodes, ranks: range, name: str) -> list[int]:
 
 async def turn(client: EngineClient, session: str, ids: list[int], number: int) -> TokenSequence:
     sampling = {"max_new_tokens": 10 + 7 * number, "ignore_eos": True}
-    return await client.sample(session, ids, sampling, f"{session}-{number}", IDLE_SECONDS, lambda _: None)
+    request = CreateSessionRequest(id=session, deadline_seconds=IDLE_SECONDS)
+    return await client.sample(Session(request, time.time()), ids, sampling, f"{session}-{number}", [])
 
 
 async def play(client: EngineClient, number: int) -> int:

@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from services.protocol.accuracy import interval, is_correct, is_judged, standard_error, verdicts
+from services.protocol.accuracy import estimate, is_correct, is_judged, standard_error, verdicts
 from services.protocol.rewards import RewardResult, RewardStatus
 
 
@@ -72,7 +72,8 @@ def test_the_standard_error_of_an_accuracy_is_binomial(right, n):
 
 @pytest.mark.parametrize(("right", "n"), [(0, 20), (1, 20), (20, 20), (4, 10), (64, 128), (0, 1)])
 def test_the_ends_of_an_accuracys_interval_are_the_truths_just_compatible_with_it(right, n):
-    low, high = interval([1.0] * right + [0.0] * (n - right))
+    found = estimate([1.0] * right + [0.0] * (n - right))
+    low, high = found.low, found.high
     assert 0 <= low <= right / n <= high <= 1
     assert high - low > 1 / (2 * n), "also at 0 and at 1"
     for truth in {low, high} - {0.0, 1.0}:

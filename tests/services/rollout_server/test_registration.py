@@ -26,7 +26,7 @@ from services.engines.settings import RolloutSettings
 from services.rollout_server import registration as module
 from services.rollout_server import watch as watch_module
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.watch import EngineWatch
+from services.rollout_server.watch import watch_engine
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
@@ -348,8 +348,8 @@ async def watch_for(
     engine = engine or RunningEngine()
     async with Engine(worker.url, timeout=IDLE_SECONDS) as admin:
         settings = RolloutSettings(engine_sleeps=True, service_deadline_seconds=5 * LOST_SECONDS, **fields)
-        watch = EngineWatch(settings, admin, cast(SupervisedProcess, engine), is_updating)
-        running = asyncio.create_task(watch.run())
+        watch = watch_engine(settings, admin, cast(SupervisedProcess, engine), is_updating)
+        running = asyncio.create_task(watch)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while "generation" not in worker.calls and not engine.is_killed:  # noqa: ASYNC110  # in another thread

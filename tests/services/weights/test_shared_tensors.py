@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pickle
 
@@ -17,9 +18,10 @@ def test_nothing_of_a_pickle_is_executed() -> None:
             return os.system, ("true",)
 
     with pytest.raises(BucketError, match="is not allowed"):
-        unpack_bucket(pickle.dumps({"flattened_tensor": Attack(), "metadata": []}))
-    with pytest.raises(BucketError):
-        unpack_bucket(b"no pickle")
+        unpack_bucket(base64.b64encode(pickle.dumps({"flattened_tensor": Attack(), "metadata": []})).decode())
+    for text in (base64.b64encode(b"no pickle").decode(), "?"):
+        with pytest.raises(BucketError):
+            unpack_bucket(text)
 
 
 def test_a_host_knows_its_own_addresses() -> None:

@@ -230,9 +230,7 @@ def partial(patch: pytest.MonkeyPatch) -> None:
     """Keep one tensor as it was first."""
     packed(
         patch,
-        lambda loaded, tensors: tensors.update(
-            {GATE: dict(computing.named_weights(loaded.model.architecture, loaded.model.weights))[GATE].clone()}
-        ),
+        lambda loaded, tensors: tensors.update({GATE: dict(loaded.model.named_weights())[GATE].clone()}),
     )
 
 
