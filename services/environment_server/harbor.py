@@ -2,7 +2,7 @@
 
 The agent's box has the task's files and neither its tests nor its solution. When it has ended, with all processes in
 it, a second box gets the regular files that it left, and the tests. What would be loaded before the tests run does not
-travel (``verdicts.is_hook``): so these see what the answer made, and run nothing of it unless they ask for it. The
+travel (``trials.is_hook``): so these see what the answer made, and run nothing of it unless they ask for it. The
 reward files are named pipes that the second box can neither remove nor replace. What is written there is read once that
 box has ended, and two different rewards are none.
 """

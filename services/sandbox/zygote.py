@@ -29,7 +29,7 @@ from services.sandbox.watch import TICK_SECONDS, Processes, Run, remove
 _REQUESTS, _REPLIES, _COPIES = 100, 101, 200
 """File descriptors out of the way of those that a piece of code gets."""
 _STDOUT, _STDERR, _REPLY, _LINK = 1, 2, 3, 4
-_MOST_FILES = 10_000
+MOST_FILES = 10_000
 """Files that are read from a box: empty ones take time, too."""
 _RUN_ANSWERS = ("script", "calls", "serve")
 WAIT_SECONDS, WAIT_SHARE = 5.0, 0.01
@@ -264,8 +264,8 @@ def _save(places: list[str], most_bytes: int) -> None:
                 with open(path, "rb") as file:
                     files[path] = file.read().decode("latin-1")
                 executable += [path] if status.st_mode & stat.S_IXUSR else []
-        if len(files) > _MOST_FILES:
-            raise OSError(f"there are more than {_MOST_FILES} files")
+        if len(files) > MOST_FILES:
+            raise OSError(f"there are more than {MOST_FILES} files")
     with _open_reply() as reply:
         json.dump([files, executable], reply, sort_keys=True)
 
