@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -230,10 +230,6 @@ environment and memory of a process only to processes that have all of its capab
 little, but could not read a program below /root either, where SkyPilot has the working directory."""
 
 
-class ProgramFailedError(Exception):
-    """A program ended with an error; the message has the end of its output."""
-
-
 @dataclass(frozen=True)
 class Program:
     """A shell command as an agent."""
@@ -252,8 +248,8 @@ class Program:
         the program itself for processes that it left behind.
 
         Raises:
-            ProgramFailedError: its exit code is not 0.
-            AgentFailedError: the last line in GRPO_REWARD_FD has no reward that is a finite number or null.
+            AgentFailedError: its exit code is not 0, or the last line in GRPO_REWARD_FD has no reward that is a finite
+                number or null.
         """
         # Without our secrets, and without keys that would win over the session's.
         variables = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
@@ -261,18 +257,21 @@ class Program:
         variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
         status, answer, reward = await self._run(self.command, example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
-            raise ProgramFailedError(f"the program {describe_exit(status)}{example.output}")
+            raise AgentFailedError(f"the program {describe_exit(status)}{example.output}")
         if reward.strip():
             example.result = _result_of(reward)
             return example.result.reward
-        if "reward" in (_json_object(_last_line(answer)) or {}):
+        if "reward" in _last_record(answer):
             _warn_of_reward_in_output()
         return await example.score(answer.strip())
 
     async def _run(self, command: str, example: Example, variables: dict[str, str]) -> tuple[int, str, str]:
         """Run a shell command to its end; return its exit code, and the ends of its output and of its rewards."""
         async with contextlib.AsyncExitStack() as stack:
-            lifeline = stack.enter_context(_lifeline())
+            # A pipe that nobody writes to: it ends with this context, or when this process dies.
+            lifeline, writing = os.pipe()
+            for end in (lifeline, writing):
+                stack.callback(os.close, end)
             (answer, out), (errors, err) = [await _open_output(stack, OUTPUT_BYTES) for _ in range(2)]
             reward, rewards = await _open_output(stack, REWARD_BYTES)
             with tempfile.TemporaryFile() as task, out, err, rewards:
@@ -336,31 +335,25 @@ def _result_of(rewards: str) -> RewardResult:
     Raises:
         AgentFailedError: the line has no reward that is a finite number or null.
     """
-    record = _json_object(_last_line(rewards)) or {}
+    record = _last_record(rewards)
     reward, reason = record.get("reward", math.nan), record.get("reason")
     reason_text = None if reason is None else str(reason)
     if reward is None:
         return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason_text or "the program gave no reward")
     if isinstance(reward, bool | float) and math.isfinite(reward):
         return RewardResult(reward=float(reward), reason=reason_text)
-    raise AgentFailedError(
-        f"the program's last line in GRPO_REWARD_FD is {_last_line(rewards)[-SHOWN_CHARACTERS:]!r}; write one such as "
-        '{"reward": 0.5}, with a finite number, or null',
-        "reward",
-    )
+    line = rewards.rstrip().rpartition("\n")[2][-SHOWN_CHARACTERS:]
+    form = '{"reward": 0.5}, with a finite number, or null'
+    raise AgentFailedError(f"the program's last line in GRPO_REWARD_FD is {line!r}; write one such as {form}", "reward")
 
 
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
-
-
-def _json_object(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a line, its whole numbers as floats; None if there is none."""
+def _last_record(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text's last line, its whole numbers as floats; empty if there is none."""
     try:
-        parsed = json.loads(line, parse_int=float)
+        parsed = json.loads(text.rstrip().rpartition("\n")[2], parse_int=float)
     except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 @cache
@@ -406,14 +399,3 @@ def _ending(output: str) -> str:
     """Return the end of an output as the end of a message."""
     ending = output.strip()[-SHOWN_CHARACTERS:]
     return f"; its output ends with {ending!r}" if ending else ""
-
-
-@contextlib.contextmanager
-def _lifeline() -> Iterator[int]:
-    """Yield a file that ends when the context is left, or when this process dies: a pipe that nobody writes to."""
-    reading, writing = os.pipe()
-    try:
-        yield reading
-    finally:
-        os.close(reading)
-        os.close(writing)

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import httpx
 
-from services.agents import AgentFailedError, Example, Program, ProgramFailedError
+from services.agents import AgentFailedError, Example, Program
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.files import PROJECT
 from services.core.processes import describe_exit
@@ -311,8 +311,7 @@ class Preset(Program):
         GRPO_REWARD_FD is not read, because commands that the model wrote could write to it.
 
         Raises:
-            AgentFailedError: it ended at its turn limit.
-            ProgramFailedError: its exit code is not 0, or it left no answer.
+            AgentFailedError: it ended at its turn limit, its exit code is not 0, or it left no answer.
         """
         context = await context_at(http_client, base_url, api_key)
         with tempfile.TemporaryDirectory(prefix="grpo-home-", ignore_cleanup_errors=True) as directory:
@@ -329,11 +328,11 @@ class Preset(Program):
             try:
                 answer = self.harness.answer(output, home)
             except (LookupError, OSError, TypeError, ValueError):
-                raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}") from None
+                raise AgentFailedError(f"{self.command} {describe_exit(status)}{example.output}") from None
         if answer is None:
             raise AgentFailedError(f"{self.command} ended after {self._turns} turns (AGENT_MAX_TURNS)", "limit")
         if status != 0:
-            raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}")
+            raise AgentFailedError(f"{self.command} {describe_exit(status)}{example.output}")
         return await example.score(answer.strip())
 
     @property

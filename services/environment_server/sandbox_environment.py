@@ -26,10 +26,10 @@ from services.environment_server.environments import Conversation, EnvironmentBr
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.chat import CalledFunction
 from services.protocol.evaluation import Action, State
-from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
+from services.reward_server.code import Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
 from services.sandbox.backends import BackendName, Interpreter, Layout
-from services.sandbox.box import Box, Outcome, Result, SandboxError
+from services.sandbox.box import Box, Outcome, Result, SandboxError, require_box
 from services.sandbox.kernel import Limits
 from services.sandbox.probe import choose
 
@@ -139,7 +139,7 @@ class Boxes(Tasks):
             await box.start()
         except SandboxError as error:
             raise DependencyLostError(f"a box did not start: {error}") from error
-        loaded = found(await box.load(files))
+        loaded = require_box(await box.load(files))
         if loaded.outcome is not Outcome.OK:
             await box.close()
             raise EnvironmentBrokenError(f"the files of the task cannot be written: {loaded.last_line}")
@@ -272,13 +272,13 @@ class Sandboxed(BoxEpisode):
         if self._box is None:
             self._box = await self._tasks.started(self._tasks.box(), self._task.files if self._task else {})
         limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
-        return found(await execute(self._box, tool, program, limits))
+        return require_box(await execute(self._box, tool, program, limits))
 
     async def _grade(self, task: Task) -> float:
         """Return the reward of the box's files, by the tests in a second box."""
         tasks, files = self._tasks, task.files
         if self._box is not None:
-            saved = found(await self._box.save(SAVED_BYTES))
+            saved = require_box(await self._box.save(SAVED_BYTES))
             await self._box.close()
             files = saved if isinstance(saved, dict) else {}
         if task.file not in files:
@@ -298,8 +298,6 @@ class Sandboxed(BoxEpisode):
                 stops = tasks.rewards.code_score is CodeScore.ALL
                 module = ".".join(PurePosixPath(task.file).with_suffix("").parts)
                 passed, _ = await count(task.tests, code, run, stops=stops, module=module)
-            except BoxLostError as error:
-                raise DependencyLostError(f"the box of the tests was lost: {error}") from error
             finally:
                 await box.close()
         share = passed / len(task.tests)
@@ -314,13 +312,6 @@ async def execute(
     program, stdin = (program, b"") if len(stdin) < _ARGUMENT_BYTES else (_READ_PROGRAM[tool], stdin)
     words = [box.python if tool == "python" else tool, "-c", program]
     return await box.exec(words, stdin=stdin, limits=limits, environment=environment)
-
-
-def found(result: T) -> T:
-    """Return the result of something in a box; DependencyLostError where the box was lost."""
-    if isinstance(result, Result) and result.outcome is Outcome.INFRASTRUCTURE:
-        raise DependencyLostError(f"the box was lost: {result.last_line or 'its processes were killed'}")
-    return result
 
 
 @asynccontextmanager

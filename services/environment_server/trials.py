@@ -19,9 +19,9 @@ from types import MappingProxyType
 from services.core.errors import first_line
 from services.data_server.harbor import HOME, Step, Task
 from services.environment_server.environments import EnvironmentBrokenError, Transition
-from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute, found
+from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute
 from services.sandbox.backends import Layout
-from services.sandbox.box import Box, Files, Outcome, Result
+from services.sandbox.box import Box, Files, Outcome, Result, require_box
 from services.sandbox.kernel import Limits
 from services.sandbox.zygote import MOST_FILES
 
@@ -141,7 +141,7 @@ class Trial:
         limits = self.limits
         if cpu_seconds is not None:
             limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
-        return found(await execute(await self._opened(), tool, program, limits, self.own_environment))
+        return require_box(await execute(await self._opened(), tool, program, limits, self.own_environment))
 
     async def exec(
         self, words: Sequence[str], files: Files, limits: Limits, variables: Mapping[str, str], stdin: bytes = b""
@@ -152,9 +152,9 @@ class Trial:
             DependencyLostError: the box was lost.
         """
         box = await self._opened()
-        found(await box.load(files))
+        require_box(await box.load(files))
         environment = {**self.own_environment, **variables}
-        return found(await box.exec(words, stdin=stdin, limits=limits, environment=environment))
+        return require_box(await box.exec(words, stdin=stdin, limits=limits, environment=environment))
 
     async def solve(self) -> Result:
         """Run the solution of the step as an agent would, with the time of its tests.
@@ -195,7 +195,7 @@ class Trial:
             return False
         added = self._add_workdir()
         if self._box is not None:
-            found(await self._box.load(added))
+            require_box(await self._box.load(added))
             await self._set_up()
         return True
 
@@ -235,7 +235,7 @@ class Trial:
         """Return the files that the first box has; None where they are more than may travel, which is the answer's."""
         if self._box is None:
             return self.original
-        saved = found(await self._box.save(SAVED_BYTES, self.task.places))
+        saved = require_box(await self._box.save(SAVED_BYTES, self.task.places))
         if isinstance(saved, Files):
             return saved
         limit = f"at most {MOST_FILES:,} files of {SAVED_BYTES >> 20} MiB in all are taken to the tests"
@@ -261,11 +261,11 @@ class Trial:
                 await self._tasks.started(box, merged(self.original, left))
                 environment["AS_ANSWER"] = box.as_answer(["/python"], task.places)
                 server = ["sh", task.server, task.health_command or "sleep 1", f"{seconds / STEPS_PARTS:g}"]
-                result = found(
+                result = require_box(
                     await box.exec([*words, *(server if task.server else [])], limits=limits, environment=environment)
                 )
-                tail = found(await box.exec(["tail", "-c", "2000", f"{VERDICTS}/test-stdout.txt"]))
-                made = found(await box.exec(["test", "-e", marker]))
+                tail = require_box(await box.exec(["tail", "-c", "2000", f"{VERDICTS}/test-stdout.txt"]))
+                made = require_box(await box.exec(["test", "-e", marker]))
                 self.output = (tail.stdout + result.stderr).decode("utf-8", "replace").strip()
             finally:
                 await box.close()

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from services.core.errors import DependencyLostError
 from services.sandbox.backends import BOX, BackendName, Interpreter, Layout, command, is_open
 from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.watch import remove
+
+T = TypeVar("T")
 
 START_SECONDS = 300.0
 """A machine whose memory is short takes minutes over what else takes 50 ms."""
@@ -93,6 +96,17 @@ class Files(dict[str, bytes]):
         self.executable = set(executable)
 
 
+def require_box(result: T) -> T:
+    """Return the result of something in a box, unless the box was lost, so that nothing is known about the code.
+
+    Raises:
+        DependencyLostError: the box was lost.
+    """
+    if isinstance(result, Result) and result.outcome is Outcome.INFRASTRUCTURE:
+        raise DependencyLostError(f"the box was lost: {result.last_line or 'its processes were killed'}")
+    return result
+
+
 class SandboxError(Exception):
     """A box cannot be started; the message is the backend's."""
 
@@ -141,7 +155,7 @@ class Box:
         """
         if not landlock_version():
             return ""
-        script = os.path.join(os.path.dirname(__file__), "as_answer.py")
+        script = os.path.join(os.path.dirname(__file__), "kernel.py")
         return f"{self.python} -I {script} {':'.join([*self._interpreter.readable, *readable])} {':'.join(places)}"
 
     @property

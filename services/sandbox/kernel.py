@@ -142,16 +142,6 @@ def confine(
     install_filter(filter_program(is_answer=is_answer, is_alone=is_alone, has_modes=has_modes))
 
 
-def keep_to_files(readable: Iterable[str], places: Sequence[str]) -> None:
-    """Take from this process the rights on all other files, and that to signal processes which are not its children's.
-
-    Raises:
-        OSError: the kernel has no Landlock.
-    """
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _restrict_files(readable, places, has_network=True)
-
-
 def _limit(limits: Limits, *, is_answer: bool, can_write: bool, shared: int) -> None:
     disk = limits.disk_mb * 2**20 if can_write else 0
     # The zygote measures processor time more finely; this ends what the zygote no longer watches.
@@ -203,7 +193,7 @@ def filter_program(*, is_answer: bool, is_alone: bool = False, has_modes: bool =
         *[(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)],
         (_LOAD, 0, 0, 0),
     ]
-    # ``as_answer`` takes further rights away.
+    # ``main`` takes further rights away.
     for call in (_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT) if is_alone else ():
         program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
     # On x86_64 the calls of x32 have bit 30, so that they are beyond, too.
@@ -257,3 +247,19 @@ def _check(result: int, call: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
+
+
+def main() -> None:
+    """Run a program of an answer for tests: it can neither read them, nor write their verdict, nor signal them.
+
+    Before the program stand the paths that it may read and the directories that it may write to, joined by colons. The
+    tests of a box find all words before the program in the variable AS_ANSWER.
+    """
+    readable, places = (words.split(":") for words in sys.argv[1:3])
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _restrict_files(readable, places, has_network=True)
+    os.execvp(sys.argv[3], sys.argv[3:])
+
+
+if __name__ == "__main__":
+    main()
