@@ -82,7 +82,7 @@ async def get_prompts(sources: Loaded, query: Annotated[wire.PromptsQuery, Query
     start = before or batches.state.cursor(key)
     prompts, after = batches.batch(split, start, query.batch_size)
     if before is None:
-        await batches.state.advance(key, query.request_id, start, after)
+        batches.state.advance(key, query.request_id, start, after)
     return _reply(batches, split, prompts, after)
 
 
@@ -104,7 +104,7 @@ async def put_cursor(request: wire.CursorRequest, sources: Loaded) -> wire.Curso
     """Set the server's own cursor of a consumer."""
     batches = sources[request.source]
     batches.check(request.split, request.cursor)
-    await batches.state.set_cursor(_cursor_key(request), request.cursor)
+    batches.state.set_cursor(_cursor_key(request), request.cursor)
     return request.cursor
 
 
@@ -117,7 +117,7 @@ async def post_success_rates(request: wire.SuccessRatesRequest, sources: Loaded)
         places = {prompt_id: catalogue.place_of(prompt_id) for prompt_id in request.success_rates}
         rates = {place: request.success_rates[prompt_id] for prompt_id, place in places.items() if place is not None}
         if rates:
-            await batches.state.record_rates(rates)
+            batches.state.record_rates(rates)
         recorded += len(rates)
     return wire.SuccessRatesReply(recorded=recorded, unknown=len(request.success_rates) - recorded)
 

@@ -7,7 +7,6 @@ survive a restart.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from services.core.sources import MAIN, Source
 from services.data_server.dataset import Dataset, load
 from services.data_server.dataset_rows import TOO_LONG
 from services.data_server.settings import Curriculum, DataSettings
+from services.http.database import Statement
 from services.http.problems import ProblemError
 from services.protocol.prompts import Cursor, DataStats, Split
 
@@ -234,6 +234,7 @@ CREATE TABLE IF NOT EXISTS answered (consumer TEXT, request_id TEXT, cursor TEXT
 CREATE TABLE IF NOT EXISTS rates (place INTEGER PRIMARY KEY, rate REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, rates BLOB NOT NULL);
 """
+_SET_CURSOR = "INSERT OR REPLACE INTO cursors VALUES (?, ?)"
 _KEPT_ANSWERS = 20_000
 
 
@@ -258,7 +259,6 @@ class ServerState:
                 f"the data-server cannot keep its cursors in {str(directory)!r}: {error}; make SHARED_DIR a directory "
                 f"that can be written"
             ) from error
-        self._transaction: asyncio.Future[None] | None = None
 
     def close(self) -> None:
         """Close the database."""
@@ -278,31 +278,24 @@ class ServerState:
         query = "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?"
         return self._find(query, consumer, request_id)
 
-    async def set_cursor(self, consumer: str, cursor: Cursor) -> None:
+    def set_cursor(self, consumer: str, cursor: Cursor) -> None:
         """Set the cursor of a consumer."""
-        await self._write(lambda: self._put(consumer, cursor))
+        self._write((_SET_CURSOR, (consumer, cursor.model_dump_json())))
 
-    async def advance(self, consumer: str, request_id: str | None, start: Cursor, after: Cursor) -> None:
-        """Move a consumer on to ``after`` and note that ``request_id`` was answered from ``start``: both or neither.
+    def advance(self, consumer: str, request_id: str | None, start: Cursor, after: Cursor) -> None:
+        """Move a consumer on to ``after`` and note that ``request_id`` was answered from ``start``: both or neither."""
+        statements: list[Statement] = [(_SET_CURSOR, (consumer, after.model_dump_json()))]
+        if request_id is not None:
+            statements.append(
+                ("INSERT INTO answered VALUES (?, ?, ?)", (consumer, request_id, start.model_dump_json()))
+            )
+            oldest = "DELETE FROM answered WHERE rowid <= (SELECT max(rowid) FROM answered) - ?"
+            statements.append((oldest, (_KEPT_ANSWERS,)))
+        self._write(*statements)
 
-        The next reader sees the change at once; it is on disk when this method returns.
-        """
-
-        def change() -> None:
-            self._put(consumer, after)
-            if request_id is not None:
-                inserted = self._db.execute(
-                    "INSERT INTO answered (consumer, request_id, cursor) VALUES (?, ?, ?)",
-                    (consumer, request_id, start.model_dump_json()),
-                )
-                oldest = (inserted.lastrowid or 0) - _KEPT_ANSWERS
-                self._db.execute("DELETE FROM answered WHERE rowid <= ?", (oldest,))
-
-        await self._write(change)
-
-    async def record_rates(self, rates: Mapping[int, float]) -> None:
+    def record_rates(self, rates: Mapping[int, float]) -> None:
         """Record success rates by the place of their prompt."""
-        await self._write(lambda: self._db.executemany("INSERT OR REPLACE INTO rates VALUES (?, ?)", rates.items()))
+        self._write(*(("INSERT OR REPLACE INTO rates VALUES (?, ?)", rate) for rate in rates.items()))
 
     def rates_at_start(self, epoch: int, size: int) -> Rates | None:
         """Return the rates (NaN: unknown, shape [size]) at the first call for ``epoch``; None if all are unknown.
@@ -315,10 +308,7 @@ class ServerState:
             rates = np.full(size, np.nan, np.float32)
             for place, rate in self._db.execute("SELECT place, rate FROM rates"):
                 rates[place] = rate
-            try:
-                self._db.execute("INSERT INTO epochs VALUES (?, ?)", (epoch, rates.tobytes()))
-            except sqlite3.Error as error:
-                raise self._refusal(error) from error
+            self._write(("INSERT INTO epochs VALUES (?, ?)", (epoch, rates.tobytes())))
         else:
             rates = np.frombuffer(row[0], np.float32)
         return None if bool(np.isnan(rates).all()) else rates
@@ -327,46 +317,17 @@ class ServerState:
         row = self._db.execute(query, values).fetchone()
         return None if row is None else Cursor.model_validate_json(row[0])
 
-    def _put(self, consumer: str, cursor: Cursor) -> None:
-        self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (consumer, cursor.model_dump_json()))
-
-    async def _write(self, change: Callable[[], object]) -> None:
-        """Make a change in the transaction of this turn of the event loop, and return once that is committed.
-
-        Requests of one turn share a transaction, because with fifty clients a transaction for each request would take
-        a fifth of the server's time.
+    def _write(self, *statements: Statement) -> None:
+        """Execute statements in one transaction.
 
         Raises:
-            ProblemError: 507, the disk refuses to write; nothing of the transaction was changed.
+            ProblemError: 507, the disk refuses to write; nothing was changed.
         """
-        if self._transaction is None:
-            loop = asyncio.get_running_loop()
-            self._transaction = loop.create_future()
-            loop.call_soon(self._end)
-        transaction = self._transaction
         try:
-            if not self._db.in_transaction:
+            with self._db:
                 self._db.execute("BEGIN")
-            change()
+                for statement, values in statements:
+                    self._db.execute(statement, values)
         except sqlite3.Error as error:
-            self._end(error)
-        await asyncio.shield(transaction)
-
-    def _end(self, error: sqlite3.Error | None = None) -> None:
-        """Commit the transaction, or end it with the error of a change, after which the turn has none to commit."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is None:
-            return
-        try:
-            if error is None:
-                self._db.commit()
-                transaction.set_result(None)
-                return
-        except sqlite3.Error as failure:
-            error = failure
-        self._db.rollback()
-        transaction.set_exception(self._refusal(error))
-
-    def _refusal(self, error: sqlite3.Error) -> ProblemError:
-        where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
-        return ProblemError(507, f"the data-server cannot write its cursors: {error}{where}")
+            where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
+            raise ProblemError(507, f"the data-server cannot write its cursors: {error}{where}") from error

@@ -25,10 +25,8 @@ from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
-from services.data_server.checked_tasks import task_tables
 from services.data_server.settings import (
     GROUPS,
-    HARBOR,
     DataSettings,
     GroundTruthFormat,
     check_file,
@@ -235,8 +233,8 @@ def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tupl
     generator, files = generator_of(settings.dataset), named_files(settings)
     if generator is not None:
         check_columns((), f"DATASET {settings.dataset!r}", settings)
-        made = (task_tables if generator == HARBOR else generators.TABLES[generator])(settings, refused)
-        return generator.removesuffix(":"), _in_memory(made[0]), None if made[1] is None else _in_memory(made[1])
+        train, test = generators.TABLES[generator](settings, refused)
+        return generator.removesuffix(":"), _in_memory(train), None if test is None else _in_memory(test)
     if files:
         tables = [_load_file(variable, path, settings) for variable, path in files.items()]
         return Path(settings.dataset).stem, tables[0], tables[1] if len(tables) > 1 else None
