@@ -38,44 +38,36 @@ _LAST_EPOCH = 2**31 - 1
 """The largest epoch that a cursor on the wire takes."""
 
 
+@dataclass
 class EpochOrder:
     """A permutation of a split's prompts for each epoch: the same for the same seed, epoch and success rates."""
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        seed: int,
-        curriculum: Curriculum,
-        rates_at_start: Callable[[int], Rates | None] = lambda epoch: None,
-    ) -> None:
-        """Make the order of ``size`` prompts.
+    size: int
+    seed: int
+    curriculum: Curriculum
+    rates_at_start: Callable[[int], Rates | None] = lambda epoch: None
+    """Returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None if all are unknown. It
+    is called only with a curriculum that uses them, and must return the same each time."""
 
-        ``rates_at_start`` returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None
-        if all are unknown; it is called only with a curriculum that uses them, and must return the same each time.
-        """
-        self._size = size
-        self._seed = seed
-        self._curriculum = curriculum
-        self._rates_at_start = rates_at_start
+    def __post_init__(self) -> None:
         self.of = lru_cache(_KEPT_EPOCHS)(self._make)
         """Place in the dataset of the prompt at each position of an epoch, by the epoch: shape [size]."""
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def _make(self, epoch: int) -> Places:
-        if self._curriculum is Curriculum.SOURCE:
-            return np.arange(self._size, dtype=np.int32)
-        random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        if self._curriculum is Curriculum.OFF:
-            return random.permutation(self._size).astype(np.int32)
-        rates = self._rates_at_start(epoch)
+        if self.curriculum is Curriculum.SOURCE:
+            return np.arange(self.size, dtype=np.int32)
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        if self.curriculum is Curriculum.OFF:
+            return random.permutation(self.size).astype(np.int32)
+        rates = self.rates_at_start(epoch)
         # A prompt that was never tried counts as half solved.
-        solved = np.full(self._size, 0.5) if rates is None else np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
+        solved = np.full(self.size, 0.5) if rates is None else np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
         weights = _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * 4 * solved * (1 - solved)
         # Exponential keys give a weighted order without replacement (Efraimidis and Spirakis 2006, algorithm A-ES).
-        keys = random.exponential(size=self._size) / weights
+        keys = random.exponential(size=self.size) / weights
         return np.argsort(keys, kind="stable").astype(np.int32)
 
 

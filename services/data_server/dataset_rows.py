@@ -234,7 +234,7 @@ def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tupl
     if generator is not None:
         check_columns((), f"DATASET {settings.dataset!r}", settings)
         train, test = generators.TABLES[generator](settings, refused)
-        return generator.removesuffix(":"), _in_memory(train), None if test is None else _in_memory(test)
+        return generator.removesuffix(":"), ReadTable(lambda: train), None if test is None else ReadTable(lambda: test)
     if files:
         tables = [_load_file(variable, path, settings) for variable, path in files.items()]
         return Path(settings.dataset).stem, tables[0], tables[1] if len(tables) > 1 else None
@@ -287,10 +287,6 @@ def _read_groups(path: Path, where: str, settings: DataSettings) -> ReadTable:
         return ReadTable(on_disk(batches(), schema, where), has_demonstrations=True)
     except GroupFormatError as error:
         raise ConfigurationError(f"{where}: {error}; write the file with `grpo groups RUN --out FILE`") from error
-
-
-def _in_memory(table: pa.Table) -> ReadTable:
-    return ReadTable(lambda: table)
 
 
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings) -> Rows:

@@ -87,10 +87,10 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
         ConfigurationError: the dataset lacks a column, also one that a reward function or AGENT_COLUMNS needs.
     """
     check_columns(names, where, settings)
+    category = {CATEGORY: CATEGORY} if CATEGORY in names else {}
     if has_demonstrations(names, settings):
-        found = (name for name in (settings.ground_truth_column, *_ANSWER) if name and name in names)
-        columns = {"answer": next(found, None), CATEGORY: CATEGORY if CATEGORY in names else None}
-        return {name: column for name, column in columns.items() if column is not None}
+        answers = (name for name in (settings.ground_truth_column, *_ANSWER) if name and name in names)
+        return ({"answer": answer} if (answer := next(answers, None)) else {}) | category
     chosen = {"question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)}
     if settings.needs_truth or settings.ground_truth_column is not None or set(_ANSWER).intersection(names):
         if list(names) == [*chosen.values()] and settings.ground_truth_column is None:
@@ -98,7 +98,7 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
                 f"{where} has no column but {names[0]!r}; add one with the answers, such as 'answer'"
             )
         chosen["answer"] = _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER)
-    return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})
+    return chosen | category
 
 
 def has_demonstrations(names: Sequence[str], settings: DataSettings) -> bool:

@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +48,14 @@ class NoVerdictError(Exception):
         super().__init__(message)
         self.label = label
         self.status = status
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Scores from 0 to 1 by name, and the judge's reasons."""
+
+    scores: dict[str, float]
+    reason: str = ""
 
 
 def _without_lone_braces(text: str) -> str:
@@ -209,8 +218,8 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def read_criteria(reply: str, asked: Messages, rubric: Rubric) -> tuple[dict[str, float], str]:
-    """Return the score of each criterion by name, index / (n - 1) of its choice, and the judge's reasons as text.
+def read_criteria(reply: str, asked: Messages, rubric: Rubric) -> Verdict:
+    """Return the score of each criterion by name, index / (n - 1) of its choice, and the judge's reasons.
 
     Raises:
         NoVerdictError: a criterion has no verdict, two, or one outside its choices, or a name is unknown.
@@ -225,10 +234,10 @@ def read_criteria(reply: str, asked: Messages, rubric: Rubric) -> tuple[dict[str
             raise NoVerdictError(f"{verdict!r} is not a choice of {criterion.name}: {json.dumps(criterion.choices)}")
         scores[criterion.name] = choices.index(verdict.casefold()) / (len(choices) - 1)
         reasons.append(f"{criterion.name}: {verdict} ({entry.get('reason', '')})")
-    return scores, "; ".join(reasons)
+    return Verdict(scores, "; ".join(reasons))
 
 
-def read_group(reply: str, asked: Messages, count: int) -> tuple[dict[str, float], str]:
+def read_group(reply: str, asked: Messages, count: int) -> Verdict:
     """Return the score of each answer by its id, "1" to ``count``, rounded to quarters, and the judge's reasons.
 
     Raises:
@@ -245,7 +254,7 @@ def read_group(reply: str, asked: Messages, count: int) -> tuple[dict[str, float
         if not 0 <= score <= 1:
             raise NoVerdictError(f"the score of answer {one} is {entries[one].get('score')!r}, not from 0 to 1")
         scores[one] = round(score * _STEPS) / _STEPS
-    return scores, "; ".join(f"{one}: {scores[one]:g} ({entries[one].get('reason', '')})" for one in ids)
+    return Verdict(scores, "; ".join(f"{one}: {scores[one]:g} ({entries[one].get('reason', '')})" for one in ids))
 
 
 def _entries(reply: str, asked: Messages, key: str, name: str, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
