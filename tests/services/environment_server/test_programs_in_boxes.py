@@ -22,7 +22,7 @@ from services.agents import AgentFailedError
 from services.clients.environment import EnvironmentClient
 from services.clients.games import BoxedProgram, ToolAgent
 from services.data_server.harbor import read_task
-from services.environment_server import programs
+from services.environment_server import harbor
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.harnesses import PRESETS, Harness
@@ -215,7 +215,7 @@ async def test_a_preset_runs_in_the_box_and_is_wrong_over_a_limit(
     play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(harnesses, "HARNESSES", tmp_path / "harnesses")
-    monkeypatch.setattr(programs, "HARNESSES", tmp_path / "harnesses")
+    monkeypatch.setattr(harbor, "HARNESSES", tmp_path / "harnesses")
     (tmp_path / "harnesses").mkdir()
     code = "import subprocess\nsaid = ask()\nif said == 'more': ask(), ask(), ask(), ask()\n"
     code += "config = open(os.path.expanduser('~/.own/config')).read()\n"
