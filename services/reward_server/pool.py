@@ -141,6 +141,8 @@ class WorkerPool:
         self._stopping = False
         self.pending = 0
         """Number of answers that wait for a worker."""
+        PENDING.set_function(lambda: self.pending)
+        ALIVE.set_function(lambda: self.alive)
 
     async def start(self) -> None:
         """Start the workers.
@@ -177,7 +179,7 @@ class WorkerPool:
         if self.pending >= MAX_PENDING:
             return Evaluation(None, RewardStatus.OVERLOADED, f"{self.pending} answers wait for a worker already")
         seconds = self._settings.queue_seconds
-        self._count_pending(1)
+        self.pending += 1
         try:
             async with asyncio.timeout(seconds):
                 worker = await self._take()
@@ -188,7 +190,7 @@ class WorkerPool:
             )
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
-            self._count_pending(-1)
+            self.pending -= 1
         # The worker finishes its answer even if nobody waits for it any longer.
         return await asyncio.shield(self._run(self._evaluate(worker, function, item)))
 
@@ -215,7 +217,6 @@ class WorkerPool:
     async def _remove(self, worker: _Worker) -> int | None:
         """End a worker, let another take its place, and return its exit code."""
         self._alive.discard(worker)
-        ALIVE.set(len(self._alive))
         exit_code = await asyncio.get_running_loop().run_in_executor(self._threads, worker.end)
         if not self._stopping:
             self._run(self._replace())
@@ -223,19 +224,19 @@ class WorkerPool:
 
     def _explain_end(self, error: Exception, exit_code: int | None) -> Evaluation:
         """Return the outcome of an answer whose worker ended."""
-        settings = self._settings
+        settings, status = self._settings, RewardStatus.OVER_LIMIT
         if isinstance(error, TimeoutError):
+            status = RewardStatus.TIMEOUT
             limit = f"{settings.reward_timeout_seconds:g} s by the clock (REWARD_TIMEOUT_SECONDS)"
-            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {limit}")
-        if exit_code == -signal.SIGPROF:
+        elif exit_code == -signal.SIGPROF:
             limit = f"{settings.reward_cpu_seconds:g} s of processor time (REWARD_CPU_SECONDS)"
-            return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
-        if exit_code == EXIT_MEMORY:
+        elif exit_code == EXIT_MEMORY:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
-            return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
-        end = "does not end" if exit_code is None else describe_exit(exit_code)
-        advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
-        return Evaluation(None, RewardStatus.ERROR, f"the worker {end} over this answer; {advice}")
+        else:
+            end = "does not end" if exit_code is None else describe_exit(exit_code)
+            advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
+            return Evaluation(None, RewardStatus.ERROR, f"the worker {end} over this answer; {advice}")
+        return Evaluation(None, status, f"more than {limit}")
 
     async def _replace(self) -> None:
         """Add a new worker as soon as one starts, unless the pool stops before that."""
@@ -250,7 +251,6 @@ class WorkerPool:
 
     def _add(self, worker: _Worker) -> None:
         self._alive.add(worker)
-        ALIVE.set(len(self._alive))
         self._free.put_nowait(worker)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -258,7 +258,3 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _count_pending(self, change: int) -> None:
-        self.pending += change
-        PENDING.set(self.pending)
