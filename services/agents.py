@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 import httpx
@@ -55,6 +55,14 @@ POLL_SECONDS = 1.0
 Agent = Callable[..., Awaitable[float | None]]
 Scorer = Callable[[str], Awaitable[RewardResult]]
 """Scores an answer to an example by REWARD_FN."""
+
+
+class Endpoint(TypedDict):
+    """The keyword arguments by which an agent talks to the model."""
+
+    base_url: str
+    api_key: str
+    http_client: httpx.AsyncClient
 
 
 class AgentFailedError(Exception):
@@ -122,11 +130,8 @@ async def play(
     agent: Agent,
     example: Example,
     seconds: float,
-    *,
-    base_url: str,
-    api_key: str,
-    http_client: httpx.AsyncClient,
     waited: Callable[[], Awaitable[float]] | None = None,
+    **endpoint: Unpack[Endpoint],
 ) -> float | None:
     """Let ``agent`` answer ``example`` and return its reward.
 
@@ -138,7 +143,7 @@ async def play(
         Exception: the error that the agent or ``waited`` raised.
     """
     started, left = time.monotonic(), seconds
-    playing = asyncio.ensure_future(agent(example, base_url=base_url, api_key=api_key, http_client=http_client))
+    playing = asyncio.ensure_future(agent(example, **endpoint))
     try:
         while left > 0 and not (await asyncio.wait([playing], timeout=max(left, POLL_SECONDS)))[0]:
             seconds_waited = await waited() if waited is not None else example.waits.seconds
@@ -239,9 +244,7 @@ class Program:
     ends_when_refused: ClassVar[bool] = False
     """True if the relay ends it at the first call that the gateway does not answer; a user's program may continue."""
 
-    async def __call__(
-        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
-    ) -> float | None:
+    async def __call__(self, example: Example, **endpoint: Unpack[Endpoint]) -> float | None:
         """Let the program answer ``example``, and return its reward; ``example.result`` has its reason.
 
         It is a process group of its own. Cancelling this call ends it by SIGTERM and then SIGKILL, as does the end of
@@ -253,8 +256,8 @@ class Program:
         """
         # Without our secrets, and without keys that would win over the session's.
         variables = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-        variables |= endpoint_variables(base_url, api_key)
-        variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
+        variables |= endpoint_variables(endpoint["base_url"], endpoint["api_key"])
+        variables |= exempt_from_proxies(urlsplit(endpoint["base_url"]).hostname or "")
         status, answer, reward = await self._run(self.command, example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
             raise AgentFailedError(f"the program {describe_exit(status)}{example.output}")

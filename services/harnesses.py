@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from string import Template
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import httpx
 
-from services.agents import AgentFailedError, Example, Program
+from services.agents import AgentFailedError, Endpoint, Example, Program
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.files import PROJECT
 from services.core.processes import describe_exit
@@ -303,9 +303,7 @@ class Preset(Program):
 
     ends_when_refused = True
 
-    async def __call__(
-        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
-    ) -> float | None:
+    async def __call__(self, example: Example, **endpoint: Unpack[Endpoint]) -> float | None:
         """Let the harness answer ``example``, and return the reward of its answer.
 
         GRPO_REWARD_FD is not read, because commands that the model wrote could write to it.
@@ -313,7 +311,8 @@ class Preset(Program):
         Raises:
             AgentFailedError: it ended at its turn limit, its exit code is not 0, or it left no answer.
         """
-        context = await context_at(http_client, base_url, api_key)
+        base_url, api_key = endpoint["base_url"], endpoint["api_key"]
+        context = await context_at(endpoint["http_client"], base_url, api_key)
         with tempfile.TemporaryDirectory(prefix="grpo-home-", ignore_cleanup_errors=True) as directory:
             home = Path(directory)
             words, variables, files = self.prepare(home, example.prompt, base_url, api_key, context)

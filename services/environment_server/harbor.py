@@ -194,8 +194,10 @@ class ProgramEpisode(Conversation):
                 try:
                     result = await relay.serve(
                         partial(self._run, trial, program, request, example, context),
-                        *(request.base_url, request.api_key, client),
                         ends_when_refused=program.ends_when_refused,
+                        base_url=request.base_url,
+                        api_key=request.api_key,
+                        http_client=client,
                     )
                 except AgentFailedError as error:
                     if error.reason == "server":
