@@ -120,23 +120,16 @@ class HarborEpisode(BoxEpisode):
     async def _execute(self, tool: str, program: str) -> Result:
         return await self._trial.run(tool, program, self._seconds)
 
-    async def _step(self, text: str) -> Transition:
-        self._left -= 1
-        self._messages.append({"role": "assistant", "content": text})
-        output = await self._output_of(text)
-        is_over = self._left == 0 or self._seconds <= 0
-        is_step_over, goes_on = output is None or is_over, False
-        if is_step_over:
-            async with self._tasks.places:
-                await self._trial.grade()
-                goes_on = not is_over and await self._trial.go_on()
-        if goes_on:
-            output = self._begun()
-        if output is not None:
-            self._messages.append({"role": "user", "content": output})
-        if goes_on or not is_step_over:
+    async def _after(self, *, is_done: bool, is_over: bool) -> Transition:
+        if not (is_done or is_over):
             return Transition(list(self._messages), 0.0)
-        return self._trial.transition(self._messages, is_over=is_over)
+        async with self._tasks.places:
+            await self._trial.grade()
+            goes_on = not is_over and await self._trial.go_on()
+        if not goes_on:
+            return self._trial.transition(self._messages, is_over=is_over)
+        self._messages.append({"role": "user", "content": self._begun()})
+        return Transition(list(self._messages), 0.0)
 
 
 class ProgramEpisode(Conversation):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -209,8 +210,17 @@ class BoxEpisode(Conversation):
         """End the box."""
         await self._tasks.on_loop(self._close())
 
+    async def _step(self, text: str) -> Transition:
+        output = await self._output_of(text)
+        self._left -= 1
+        self._messages.append({"role": "assistant", "content": text})
+        if output is not None:
+            self._messages.append({"role": "user", "content": output})
+        return await self._after(is_done=output is None, is_over=self._left == 0 or self._seconds <= 0)
+
     @abstractmethod
-    async def _step(self, text: str) -> Transition: ...
+    async def _after(self, *, is_done: bool, is_over: bool) -> Transition:
+        """Return what follows an answer, which had no program if it ``is_done``; ``is_over`` ends the episode."""
 
     @abstractmethod
     async def _close(self) -> None: ...
@@ -238,6 +248,8 @@ class Sandboxed(BoxEpisode):
     def __init__(self, tasks: Boxes, read: Any) -> None:
         super().__init__(tasks)
         self._read = read
+        if read is None:  # The agent's own limits apply.
+            self._left = sys.maxsize
         self._task: Task | None = None
         self._box: Box | None = None
 
@@ -252,20 +264,14 @@ class Sandboxed(BoxEpisode):
         if self._box is not None:
             await self._box.close()
 
-    async def _step(self, text: str) -> Transition:
-        output = await self._output_of(text)
-        self._left -= self._task is not None
-        self._messages.append({"role": "assistant", "content": text})
-        if output is not None:
-            self._messages.append({"role": "user", "content": output})
-        is_over = self._left == 0 or self._seconds <= 0
+    async def _after(self, *, is_done: bool, is_over: bool) -> Transition:
         reward = 0.0
         if self._task is None:
             # Nobody reads more: the conversation is the agent's.
             self._messages = self._messages[-1:]
-        elif output is None or is_over:
+        elif is_done or is_over:
             reward = await self._grade(self._task)
-        return Transition(list(self._messages), reward, terminated=output is None, truncated=is_over)
+        return Transition(list(self._messages), reward, terminated=is_done, truncated=is_over)
 
     async def _execute(self, tool: str, program: str) -> Result:
         limits = self._tasks.limits

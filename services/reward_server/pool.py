@@ -151,13 +151,9 @@ class WorkerPool:
             ConfigurationError: the reward functions cannot be loaded.
         """
         count = self._settings.reward_workers if self._settings.worker_functions else 0
-        starting = (in_background(lambda: _Worker(self._settings)) for _ in range(count))
-        results = await asyncio.gather(*starting, return_exceptions=True)
+        results = await asyncio.gather(*(self._add() for _ in range(count)), return_exceptions=True)
         for result in results:
-            if isinstance(result, _Worker):
-                self._add(result)
-        for result in results:
-            if isinstance(result, BaseException):
+            if result is not None:
                 await self.stop()
                 raise result
 
@@ -242,14 +238,15 @@ class WorkerPool:
         """Add a new worker as soon as one starts, unless the pool stops before that."""
         while not self._stopping:
             try:
-                self._add(await in_background(lambda: _Worker(self._settings)))
+                await self._add()
             except (ConfigurationError, EOFError, OSError) as error:
                 log.error("a worker cannot be started", error=str(error))
                 await asyncio.sleep(_RESTART_SECONDS)
             else:
                 return
 
-    def _add(self, worker: _Worker) -> None:
+    async def _add(self) -> None:
+        worker = await in_background(lambda: _Worker(self._settings))
         self._alive.add(worker)
         self._free.put_nowait(worker)
 
