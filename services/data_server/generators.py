@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
+from services.core.files import read_from, read_records
 from services.core.logs import get_logger
 from services.core.processes import describe_exit
 from services.data_server.harbor import read_tasks
@@ -121,11 +122,8 @@ class _ArithmeticConfig(BaseModel):
 
 def _arithmetic_tables(settings: DataSettings, _refused: Counter[str]) -> Tables:
     config = _read_config(settings, _ArithmeticConfig, '{"digits": [1, 2], "operations": "+-"}')
-    train, held_out = (
-        pa.Table.from_pylist([vars(question) for question in split])
-        for split in arithmetic_questions(**vars(config), seed=settings.data_seed)
-    )
-    return train, held_out
+    train, held_out = arithmetic_questions(**vars(config), seed=settings.data_seed)
+    return pa.Table.from_pylist([*map(vars, train)]), pa.Table.from_pylist([*map(vars, held_out)])
 
 
 def _read_config(settings: DataSettings, form: type[Config], example: str) -> Config:
@@ -152,17 +150,13 @@ HELD_OUT_SEEDS = range(10_000, 11_000)
 
 def _seed_tables(_settings: DataSettings, _refused: Counter[str]) -> Tables:
     """Return seeds as prompts, for ROLLOUT=environment: an episode begins with a seed instead of a question."""
-    train, held_out = (
-        pa.table(
-            {
-                "question": [f"The episode of seed {seed}" for seed in split],
-                "answer": [str(seed) for seed in split],
-                "ground_truth": [str(seed) for seed in split],
-            }
-        )
-        for split in (TRAINING_SEEDS, HELD_OUT_SEEDS)
-    )
-    return train, held_out
+    return _seeds(TRAINING_SEEDS), _seeds(HELD_OUT_SEEDS)
+
+
+def _seeds(seeds: range) -> pa.Table:
+    numbers = [str(seed) for seed in seeds]
+    questions = [f"The episode of seed {number}" for number in numbers]
+    return pa.table({"question": questions, "answer": numbers, "ground_truth": numbers})
 
 
 REASONING_INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
@@ -265,16 +259,11 @@ def read_checks(dataset: str) -> dict[str, dict[str, Any]]:
     """Return the verdicts by the digest of their task; the last one of each.
 
     Raises:
-        ConfigurationError: a line of the file cannot be read.
+        DamagedFileError: a line of the file cannot be read.
     """
-    path, found = checks_file(dataset), {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines() if path.exists() else (), 1):
-        try:
-            record = json.loads(line)
-            found[record["digest"]] = record
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path}, line {number}, is no verdict ({error}); remove it") from error
-    return found
+    path = checks_file(dataset)
+    with read_from(path):
+        return {record["digest"]: record for record in read_records(path)}
 
 
 def _task_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
