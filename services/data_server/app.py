@@ -19,8 +19,6 @@ from services.http.json_body import JsonResponse, JsonRoute
 from services.http.problems import unknown_source
 from services.protocol import prompts as wire
 
-MAX_BODY_BYTES = 16 * 2**20
-
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -44,7 +42,6 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         lifespan=lifespan,
         stats=lambda: _stats(app.state.batches).model_dump(),
         description=__doc__ or "",
-        max_body_bytes=MAX_BODY_BYTES,
     )
     app.include_router(router)
     return app

@@ -28,7 +28,6 @@ from services.protocol.base import Health
 log = get_logger(__name__)
 
 SERVICE = "environment-server"
-MAX_BODY_BYTES = 16 * 2**20
 SWEEP_SECONDS = 1.0
 IDLE_SECONDS = 300.0
 """An episode that was not stepped for this time is dropped: its client is gone. A head's restart takes less."""
@@ -257,7 +256,6 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         health=lambda: server.health,
         stats=server.stats,
         description=__doc__ or "",
-        max_body_bytes=MAX_BODY_BYTES,
     )
 
     @app.post("/reset")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter as Metric
 
 from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
-from services.reward_server.answers import Verdict, behind_thoughts, find_tagged, judge
+from services.reward_server.answers import behind_thoughts, find_tagged, judge
 from services.reward_server.code import CodeReward
 from services.reward_server.judging import Judge
 from services.reward_server.pool import Evaluation, WorkerPool
@@ -159,8 +159,8 @@ class Scorer:
         truncated = item.finish_reason is FinishReason.LENGTH
         response = behind_thoughts(item.response)
         judgement = judge(response, item.ground_truth, truncated=truncated)
-        if judgement.verdict is not Verdict.UNDECIDED:
-            return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
+        if judgement.is_right is not None:
+            return Evaluation(float(judgement.is_right), extracted=judgement.answer)
         text = response[-_SEARCHED_CHARACTERS:].strip() if judgement.answer is None else judgement.answer
         value = self._verdicts.get(("math", text, item.ground_truth))
         if value is not None:
