@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _PROBE = "What is 12 + 345?\n#### 357"
-_WORTH_THREADS = 128
-"""A fast tokenizer spreads a list over threads. For fewer texts, waiting for the threads costs more than it gains."""
 
 
 class PromptMaker:
@@ -119,11 +117,7 @@ class PromptMaker:
         texts = [self.text(question) for question in questions]
         # A chat template writes its own special tokens.
         options = {"add_special_tokens": not self._uses_chat}
-        ids: list[list[int]]
-        if len(texts) >= _WORTH_THREADS:
-            ids = self.tokenizer(texts, **options)["input_ids"]
-        else:
-            ids = [self.tokenizer(text, **options)["input_ids"] for text in texts]
+        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         return [of_text[: len(of_text) - self._ends] for of_text in ids]
 
     def fields(self, rows: Sequence[Row]) -> list[dict[str, Any] | Refusal]:

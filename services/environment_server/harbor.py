@@ -220,7 +220,8 @@ class ProgramEpisode(Conversation):
         key: str,
     ) -> Result:
         """Run the program, which reaches the model at ``url``, in the box of its task."""
-        files, command, variables = Files(), _with_paths(program.command), endpoint_variables(url, key)
+        files, variables = Files(), endpoint_variables(url, key)
+        command = _NAME.sub(lambda match: str(_own_path(match[0]) or match[0]), program.command)
         if isinstance(program, Preset):
             words, variables, texts = program.prepare(Path(HOME), example["prompt"], url, key, context)
             files = Files({f"{HOME}/{name}": text.encode() for name, text in texts.items()})
@@ -254,10 +255,6 @@ class ProgramEpisode(Conversation):
             if any(task.path.resolve().is_relative_to(path) for task in self._tasks.tasks.values()):
                 raise EnvironmentBrokenError(f"AGENT_COMMAND names {path}, in which the tests of a task are")
         return {name: name for name in paths}
-
-
-def _with_paths(command: str) -> str:
-    return _NAME.sub(lambda match: str(_own_path(match[0]) or match[0]), command)
 
 
 def _own_path(word: str) -> Path | None:

@@ -202,7 +202,7 @@ class Trial:
     @property
     def rewards(self) -> Rewards:
         """The rewards of all steps that have a verdict: those of the last one, or the mean of each name."""
-        if self.task.takes_last:
+        if self.task.reward_strategy == "final":
             return self.verdicts[-1]
         names = dict.fromkeys(name for verdict in self.verdicts for name in verdict)
         return {name: fmean(verdict.get(name, 0.0) for verdict in self.verdicts) for name in names}

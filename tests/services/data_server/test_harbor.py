@@ -85,7 +85,7 @@ def test_a_step_has_its_own_limits_and_else_those_of_its_task(tmp_path: Path) ->
         {"A": "task", "B": "step"},
     )
     assert (one.tests, two.tests) == ((tmp_path / "tests",), (tmp_path / "tests", tmp_path / "steps/two/tests"))
-    assert task.takes_last
+    assert task.reward_strategy == "final"
 
 
 def test_a_dockerfile_gives_files_and_variables(tmp_path: Path) -> None:
