@@ -16,8 +16,8 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
 from services.environment_server.environments import Tasks
-from services.environment_server.episodes import MAX_STUCK, EpisodeTable
-from services.environment_server.openenv_server import Host, add_openenv_routes
+from services.environment_server.episodes import MAX_STUCK, EpisodeTable, Hosted
+from services.environment_server.openenv_server import add_openenv_routes
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app
 from services.http.client import RequestRefusedError
@@ -39,11 +39,10 @@ PAUSE_SECONDS = 2.0
 
 
 class Server:
-    """The state behind the routes. ``table`` and ``openenv`` exist while the server runs."""
+    """The state behind the routes. ``table`` exists while the server runs."""
 
     table: EpisodeTable
-    openenv: Host
-    hosted: dict[str, tuple[MakeEnvironment, wire.EnvironmentInfo]]
+    hosted: dict[str, Hosted]
     """The environments by the source that plays them; "" has the first, which OpenEnv's clients and a head play."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -73,7 +72,6 @@ class Server:
             stack.push_async_callback(self.table.end)
             for _, _, made in opened.values():
                 self.table.release(made)
-            self.openenv = Host(self.table, make if isinstance(make, Tasks) else None)
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table).playing())
@@ -108,7 +106,7 @@ class Server:
             "active": len(self.table.active),
             "episodes": self.table.counts,
             "stuck": self.table.stuck,
-            "openenv_sessions": self.openenv.sessions,
+            "openenv_sessions": self.table.sockets,
             "push": None if self.player is None else self.player.stats(),
         }
 
@@ -125,7 +123,7 @@ class Server:
             make, info = self.hosted[request.source]
             if isinstance(make, Tasks) and request.split is not None:
                 make = make.maker(request.split)
-            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make, info))
+            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, (make, info)))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply
             if len(self._replies) > KEPT_REPLIES:
@@ -274,5 +272,5 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         closed = await server.table.close(request.episodes)
         return wire.CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed)
 
-    add_openenv_routes(app, settings.token, lambda: server.openenv)
+    add_openenv_routes(app, settings.token, lambda: server.table)
     return app

@@ -48,6 +48,10 @@ KEPT_ENDED = 10_000
 """Ended episodes of which the last result is kept for clients that ask for it again."""
 
 
+Hosted = tuple[MakeEnvironment, wire.EnvironmentInfo]
+"""A function that makes the environment of an episode, and the environment's description."""
+
+
 @dataclass
 class HeldEpisode:
     """An episode that the server holds and that can be stepped."""
@@ -81,9 +85,11 @@ class EpisodeTable:
         self.info = info
         self.instance = secrets.token_hex(16)
         """Tells this table from those of other servers and of former processes."""
-        self._make = make
+        self.make = make
         self._runner = Runner(step_seconds)
         self.active: dict[str, HeldEpisode] = {}
+        self.sockets = 0
+        """Sockets of OpenEnv's clients that are open."""
         self._beginning = 0
         self._ended: OrderedDict[str, wire.StepResult] = OrderedDict()
         self.counts = dict.fromkeys(_COUNTERS, 0)
@@ -93,16 +99,10 @@ class EpisodeTable:
         """Environments that hang."""
         return self._runner.stuck
 
-    async def reset(
-        self,
-        count: int,
-        seed: int | None,
-        make: MakeEnvironment | None = None,
-        info: wire.EnvironmentInfo | None = None,
-    ) -> wire.ResetReply:
+    async def reset(self, count: int, seed: int | None, hosted: Hosted | None = None) -> wire.ResetReply:
         """Begin ``count`` episodes, the i-th with ``seed`` + i; without a seed, draw one.
 
-        ``make`` makes their environments, for episodes of one task or of another environment, which has ``info``.
+        They are of the table's environment, unless another one is ``hosted``.
 
         Raises:
             ProblemError: the table has no room for the episodes, or the environment fails.
@@ -117,10 +117,10 @@ class EpisodeTable:
                 {"Retry-After": "1"},
             )
         first = secrets.randbelow(2**31) if seed is None else seed
-        info = info or self.info
+        make, info = hosted or (self.make, self.info)
         self._beginning += count
         try:
-            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make, info)
+            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make, info)
         finally:
             self._beginning -= count
         return wire.ResetReply.model_construct(environment=info, episodes=starts, instance=self.instance)
