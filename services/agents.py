@@ -186,9 +186,7 @@ def load_agent(variable: str, name: str) -> Agent:
         install = install_command("evaluation")
         raise ConfigurationError(f"{error}; if {missing} is a library that agents use, run: {install}") from error
     if not inspect.iscoroutinefunction(agent):
-        raise ConfigurationError(
-            f"{variable} {name!r} is not an `async def`; make it one, because many episodes run at once"
-        )
+        raise ConfigurationError(f"{variable} {name!r} is not an `async def`; episodes run at once, so make it one")
     return agent
 
 

@@ -182,10 +182,7 @@ class Batches:
             ends_with_epoch=split is Split.TEST,
         )
         if not places and split is Split.TRAIN:
-            raise ProblemError(
-                422,
-                f"no prompt of {split.value} qualifies: all are skipped or longer than MAX_PROMPT_TOKENS",
-            )
+            raise ProblemError(422, f"no {split.value} prompt is left: all are skipped or exceed MAX_PROMPT_TOKENS")
         prompts = [
             {**record, "epoch": epoch, "position": position, **catalogue.row(place)}
             for place, epoch, position in places

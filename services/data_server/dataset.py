@@ -314,10 +314,8 @@ def _catalogues(
             for start in range(0, len(rows), _BATCH):
                 catalogue.prefetch(range(start, min(start + _BATCH, len(rows))))
         if 0 < len(catalogue) == len(catalogue.refusals):
-            raise ConfigurationError(
-                f"no {'row' if rows.has_demonstrations else 'prompt'} of DATASET {settings.dataset!r} can be used: "
-                f"{next(iter(catalogue.refusals.values())).sentence}"
-            )
+            [first, *_] = catalogue.refusals.values()
+            raise ConfigurationError(f"no row of DATASET {settings.dataset!r} can be used: {first.sentence}")
     return catalogues
 
 

@@ -104,8 +104,7 @@ class Demonstrator:
             before = number
         if not branches:
             raise UnfitConversationError(
-                "no message of the assistant after another message, so that nothing is trained; add one, or leave the "
-                "row out"
+                "no message of the assistant after another message; add the answer, or leave the row out"
             )
         return branches
 
@@ -216,8 +215,7 @@ class DemonstrationMaker:
         prompt, completion = row.get(self._prompt), row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise UnfitConversationError(
-                "messages, but PROMPT_STYLE is plain; give texts as prompt and completion, or a model with a chat "
-                "template"
+                "messages need a chat model; give prompt and completion as texts, or such a model"
             )
         branch = Branch(self._maker.token_ids([prompt])[0])
         end, answer = self._tokenizer.eos_token_id, self._prompts.codec.encode(completion)

@@ -216,8 +216,7 @@ def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
 def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dict[str, str]]:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigurationError(
-            f"DATASET {REASONING_GYM}... needs reasoning-gym, which is not installed; run: "
-            f"{install_command('data', 'reasoning-gym')}"
+            f"DATASET {REASONING_GYM} needs reasoning-gym; run: {install_command('data', 'reasoning-gym')}"
         )
     log.info("generating questions", of=plan["size"])
     done = subprocess.run(
@@ -230,9 +229,7 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
         check=False,
     )
     if done.returncode != 0:
-        raise ConfigurationError(
-            f"the generator of reasoning-gym's questions {describe_exit(done.returncode)}; see its error above"
-        )
+        raise ConfigurationError(f"the generator of questions {describe_exit(done.returncode)}; see its error above")
     records = [json.loads(line) for line in done.stdout.splitlines()]
     if records and "error" in records[0]:
         raise ConfigurationError(records[0]["error"])

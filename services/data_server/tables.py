@@ -94,9 +94,7 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
     chosen = {"question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)}
     if settings.needs_truth or settings.ground_truth_column is not None or set(_ANSWER).intersection(names):
         if list(names) == [*chosen.values()] and settings.ground_truth_column is None:
-            raise ConfigurationError(
-                f"{where} has no column but {names[0]!r}; add one with the answers, such as 'answer'"
-            )
+            raise ConfigurationError(f"{where} has the column {names[0]!r} alone; add one with the answers")
         chosen["answer"] = _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER)
     return chosen | category
 
