@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -137,7 +136,6 @@ class WorkerPool:
         self._alive: set[_Worker] = set()
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._threads = ThreadPoolExecutor(settings.reward_workers, "reward-worker")
         self._stopping = False
         self.pending = 0
         """Number of answers that wait for a worker."""
@@ -163,7 +161,7 @@ class WorkerPool:
         for worker in self._alive:
             worker.kill()
         await asyncio.gather(*self._tasks)
-        await asyncio.gather(*(asyncio.to_thread(worker.end) for worker in self._alive))
+        await asyncio.gather(*(in_background(worker.end) for worker in self._alive))
 
     @property
     def alive(self) -> int:
@@ -200,7 +198,7 @@ class WorkerPool:
         message = orjson.dumps({"function": function, "item": item})
         seconds = self._settings.reward_timeout_seconds
         try:
-            reply = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, seconds)
+            reply = await in_background(lambda: worker.ask(message, seconds))
         except (TimeoutError, EOFError, OSError) as error:
             return self._explain_end(error, await self._remove(worker))
         self._free.put_nowait(worker)
@@ -213,7 +211,7 @@ class WorkerPool:
     async def _remove(self, worker: _Worker) -> int | None:
         """End a worker, let another take its place, and return its exit code."""
         self._alive.discard(worker)
-        exit_code = await asyncio.get_running_loop().run_in_executor(self._threads, worker.end)
+        exit_code = await in_background(worker.end)
         if not self._stopping:
             self._run(self._replace())
         return exit_code
