@@ -159,14 +159,12 @@ class Player:
         self._reports: list[wire.FinishedEpisode] = []
         """Episodes that have ended since the last request to the head."""
         self._begun = 0
-        self._finished = 0
-        self._lost = 0
+        self._counts = {"finished": 0, "lost": 0}
         self._trouble: str | None = None
 
     def stats(self) -> dict[str, Any]:
         """Return counts, and as ``trouble`` why episodes do not continue at the moment."""
-        counts = {"finished": self._finished, "lost": self._lost}
-        return {"head": self._head.url, **counts, "trouble": self._trouble}
+        return {"head": self._head.url, **self._counts, "trouble": self._trouble}
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[Player]:
@@ -231,11 +229,11 @@ class Player:
     async def _settle(self, episode: Episode) -> None:
         """Count an episode, and report it to the head if it has ended."""
         if episode.has_ended:
-            self._finished += 1
+            self._counts["finished"] += 1
             self._reports.append(episode.report)
         else:
             # It is not played again, because the same action would be refused again.
-            self._lost += 1
+            self._counts["lost"] += 1
             self._report(f"an episode was given up: {episode.detail}")
 
     def _report(self, trouble: str) -> None:

@@ -256,7 +256,7 @@ class Trial:
         words = ["/bin/sh", "-c", _WITH_SERVER if task.server else _TESTS]
         with verdict_files(step.tests) as (mounts, pipes, read):
             places = (*task.places, VERDICTS, VERIFIER_HOME)
-            box = self._tasks.box(self.limits, Layout(places, mounts, pipes, os.geteuid() != 0), task.image)
+            box = self._tasks.box(self.limits, Layout(places, mounts, pipes), task.image)
             try:
                 await self._tasks.started(box, merged(self.original, left))
                 environment["AS_ANSWER"] = box.as_answer(["/python"], task.places)

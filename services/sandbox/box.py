@@ -9,11 +9,13 @@ import os
 import struct
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
+
+from prometheus_client import Counter
 
 from services.core.errors import DependencyLostError
 from services.sandbox.backends import BOX, BackendName, Interpreter, Layout, command, is_open
@@ -21,6 +23,8 @@ from services.sandbox.kernel import Limits, landlock_version
 from services.sandbox.watch import remove
 
 T = TypeVar("T")
+
+LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 
 START_SECONDS = 300.0
 """A machine whose memory is short takes minutes over what else takes 50 ms."""
@@ -195,7 +199,7 @@ class Box:
                 "box": self._directory,
                 "isolation": self.backend.value,
                 "places": self._layout.places if self._layout else None,
-                "keeps_modes": self._layout is not None and self._layout.keeps_modes,
+                "keeps_modes": bool(self._layout and self._layout.pipes and not has_users),
             }
             async with asyncio.timeout(START_SECONDS):
                 await self._exchange(description)
@@ -311,16 +315,9 @@ class Box:
 class BoxPool:
     """Boxes in which answers run, first come first served; a box that is lost is replaced by a new one."""
 
-    def __init__(
-        self,
-        backend: BackendName,
-        interpreter: Interpreter,
-        limits: Limits,
-        size: int,
-        on_loss: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Describe a pool of ``size`` boxes; ``start`` starts them. ``on_loss`` is called for each box that is lost."""
-        self._limits, self._on_loss = limits, on_loss
+    def __init__(self, backend: BackendName, interpreter: Interpreter, limits: Limits, size: int) -> None:
+        """Describe a pool of ``size`` boxes; ``start`` starts them."""
+        self._limits = limits
         self._boxes = [Box(backend, interpreter, limits) for _ in range(size)]
         self._free: asyncio.Queue[Box] = asyncio.Queue()
         self._stopping = False
@@ -362,5 +359,5 @@ class BoxPool:
                 self._free.put_nowait(box)
             if result.outcome is not Outcome.INFRASTRUCTURE:
                 break
-            self._on_loss()
+            LOST.inc()
         return result
