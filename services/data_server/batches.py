@@ -132,7 +132,6 @@ class Batches:
     dataset: Dataset
     orders: dict[Split, EpochOrder]
     state: ServerState
-    curriculum: Curriculum
 
     @classmethod
     def load(cls, settings: DataSettings, source: Source = MAIN, *, own_process: bool = False) -> Batches:
@@ -161,8 +160,8 @@ class Batches:
         }
         train.prefetch(orders[Split.TRAIN].of(0)[:_RENDERED_AHEAD].tolist())
         for reason, count in dataset.left_out.items():
-            REFUSED_ROWS.labels(reason, dataset.source).set(count)
-        return cls(source, dataset, orders, state, curriculum)
+            REFUSED_ROWS.labels(reason, source.name).set(count)
+        return cls(source, dataset, orders, state)
 
     def batch(self, split: Split, cursor: Cursor, batch_size: int) -> tuple[list[dict[str, Any]], Cursor]:
         """Return the prompts from ``cursor`` on and the cursor after them.
@@ -188,9 +187,9 @@ class Batches:
             for place, epoch, position in places
             if (record := catalogue.record(place)) is not None
         ]
-        SERVED.labels(split.value, self.dataset.source).inc(len(prompts))
-        EPOCH.labels(split.value, self.dataset.source).set(after.epoch)
-        TOO_LONG_PROMPTS.labels(self.dataset.source).set(self.dataset.left_out[TOO_LONG])
+        SERVED.labels(split.value, self.source.name).inc(len(prompts))
+        EPOCH.labels(split.value, self.source.name).set(after.epoch)
+        TOO_LONG_PROMPTS.labels(self.source.name).set(self.dataset.left_out[TOO_LONG])
         return prompts, after
 
     def check(self, split: Split, cursor: Cursor) -> None:
@@ -202,7 +201,7 @@ class Batches:
     def stats(self) -> DataStats:
         """Return the statistics of the source."""
         # Success rates change nothing in the dataset's own order, which is "off" on the wire.
-        curriculum = Curriculum.OFF if self.curriculum is Curriculum.SOURCE else self.curriculum
+        curriculum = self.orders[Split.TRAIN].curriculum
         return DataStats(
             source=self.dataset.rows.name,
             train_prompts=len(self.orders[Split.TRAIN]),
@@ -212,7 +211,7 @@ class Batches:
             first_refused=self.dataset.rows.first_refused,
             columns=list(self.dataset.rows.columns),
             cursors=self.state.cursors(),
-            curriculum=curriculum.value,
+            curriculum=(Curriculum.OFF if curriculum is Curriculum.SOURCE else curriculum).value,
             fingerprint=self.dataset.fingerprint,
         )
 

@@ -234,8 +234,6 @@ FEW_SHOT_COUNT = 4
 class Dataset:
     """The prompts of both splits."""
 
-    source: str
-    """The name in SOURCES, "" without SOURCES."""
     rows: DatasetRows
     catalogues: dict[Split, Catalogue]
     fingerprint: dict[str, str]
@@ -277,7 +275,7 @@ def load(
     maker = PromptMaker(settings, rows.instruction, tokenizer, examples)
     splits = {Split.TEST: rows.test, Split.TRAIN: train}
     catalogues = _catalogues(settings, rows.name, splits, maker, source)
-    dataset = Dataset(source.name, rows, catalogues, _fingerprint(settings, splits, maker))
+    dataset = Dataset(rows, catalogues, _fingerprint(settings, splits, maker))
     log.info(
         "loaded",
         dataset=settings.dataset,

@@ -54,20 +54,18 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
         if count
     }
     if "--items" in sys.argv:
-        _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
+        _write_items(dataset, source.name, Path(sys.argv[sys.argv.index("--items") + 1]))
     return {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
 
 
-def _write_items(dataset: Dataset, path: Path) -> None:
+def _write_items(dataset: Dataset, source: str, path: Path) -> None:
     """Write a line for each prompt: its id, what a reward gets of the ground truth as its answer, and its tokens."""
     catalogue = dataset.catalogues[Split.TRAIN]
     with path.open("a", encoding="utf-8") as file:
         for place in range(len(catalogue)):
             if (prompt := catalogue.record(place)) is not None:
                 truth, row = prompt["ground_truth"], catalogue.row(place).get("row")
-                item = RewardItem(
-                    prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=dataset.source
-                )
+                item = RewardItem(prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=source)
                 file.write(json.dumps([prompt["id"], item.model_dump(mode="json"), len(prompt["prompt_ids"])]) + "\n")
 
 

@@ -40,8 +40,7 @@ class Rewards:
         self._judge_seconds = judge_seconds
         self.pool = WorkerPool(settings)
         self.judge = judge_of(settings)
-        self.code = CodeReward(settings) if "code" in settings.names else None
-        self._shared: Functions = {} if self.code is None else {"code": self.code.score}
+        self._shared: Functions = {}
         self.scorers = settings.of_sources(lambda own, _: Scorer(own, self.pool, self.judge, self._shared))
 
     @asynccontextmanager
@@ -52,9 +51,11 @@ class Rewards:
                 await stack.enter_async_context(self.judge.serving(self._judge_seconds))
             if self.settings.reward_model is not None:
                 await self._start_reward_model(self.settings.reward_model, stack)
-            if self.code is not None:
-                stack.push_async_callback(self.code.stop)
-                await self.code.start()
+            if "code" in self.settings.names:
+                code = CodeReward(self.settings)
+                stack.push_async_callback(code.stop)
+                await code.start()
+                self._shared["code"] = code.score
             await self.pool.start()
             stack.push_async_callback(self.pool.stop)
             yield
