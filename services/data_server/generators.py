@@ -12,7 +12,6 @@ import json
 import math
 import os
 import random
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -161,8 +160,6 @@ def _seeds(seeds: range) -> pa.Table:
 
 REASONING_INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
 
-_GENERATOR = re.compile(r"\w+")
-
 
 class _ReasoningConfig(BaseModel):
     """DATASET_CONFIG of reasoning-gym; a further field has the parameters of the generator of its name."""
@@ -184,7 +181,11 @@ def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
     Raises:
         ConfigurationError: the package is missing, or DATASET or DATASET_CONFIG is wrong.
     """
-    rows = _generate_reasoning(_reasoning_plan(settings), refused)
+    example = '{"size": 1000, "levels": [0, 1], "chain_sum": {"max_terms": 3}}'
+    config = _read_config(settings, _ReasoningConfig, example)
+    generator = settings.dataset.removeprefix(REASONING_GYM)
+    plan = {"generator": generator, "parameters": config.model_extra, "seed": settings.data_seed}
+    rows = _generate_reasoning(plan | {"size": config.size, "levels": config.levels}, refused)
     texts = {row["question"] for row in rows}
     in_random_order = sorted(texts, key=lambda text: hashlib.blake2b(f"{settings.data_seed} {text}".encode()).digest())
     held_out = set(in_random_order[: max(1, round(settings.dataset_held_out * len(texts)))])
@@ -194,26 +195,8 @@ def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
     return pa.Table.from_pylist(train, schema), pa.Table.from_pylist(list(test.values()), schema)
 
 
-def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
-    """Return the fields of ``reasoning_questions.Plan``."""
-    generator = settings.dataset.removeprefix(REASONING_GYM)
-    if not _GENERATOR.fullmatch(generator):
-        raise ConfigurationError(
-            f"DATASET {settings.dataset!r}: {generator!r} is not the name of a generator; write {REASONING_GYM}NAME, "
-            "and mix several by SOURCES"
-        )
-    example = '{"size": 1000, "levels": [0, 1], "chain_sum": {"max_terms": 3}}'
-    config = _read_config(settings, _ReasoningConfig, example)
-    return {
-        "generator": generator,
-        "size": config.size,
-        "levels": config.levels,
-        "parameters": config.model_extra,
-        "seed": settings.data_seed,
-    }
-
-
 def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dict[str, str]]:
+    """Return the questions of a ``reasoning_questions.Plan``."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigurationError(
             f"DATASET {REASONING_GYM} needs reasoning-gym; run: {install_command('data', 'reasoning-gym')}"

@@ -124,7 +124,8 @@ def _check_names(plan: Plan) -> None:
     if plan.generator not in names:
         close = difflib.get_close_matches(plan.generator, names, _CLOSE_NAMES, cutoff=0.5)
         hint = f"close are {', '.join(close)}" if close else f"it has {', '.join(names)}"
-        raise PlanError(f"DATASET: reasoning-gym has no generator {plan.generator!r}; {hint}")
+        form = "write reasoning_gym:NAME, and mix several by SOURCES"
+        raise PlanError(f"DATASET: reasoning-gym has no generator {plan.generator!r}; {hint}; {form}")
     if others := plan.parameters.keys() - {plan.generator}:
         raise PlanError(f"DATASET_CONFIG has {', '.join(sorted(others))}, but DATASET names {plan.generator}")
 
