@@ -68,9 +68,9 @@ def scripted(tmp_path: Path, code: str, **fields: Any) -> Harness:
     program = tmp_path / "harness"
     program.write_text(f"{ASKS}{code}")
     command = shlex.join([sys.executable, "-S", str(program)])
-    return Harness.of(
-        "scripted",
-        f"URL=$url KEY=$key SIZES='$context $output $turns' {command} $task",
+    return Harness(
+        name="scripted",
+        command=f"URL=$url KEY=$key SIZES='$context $output $turns' {command} $task",
         package="scripted",
         version="1.0.0",
         memory_mb=0,
