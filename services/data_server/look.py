@@ -46,13 +46,9 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
         return {}
     dataset = load(settings, source, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
-    refused = {
-        reason
-        if (number := dataset.rows.first_refused.get(reason)) is None
-        else f"{reason} (first row {number})": count
-        for reason, count in dataset.left_out.items()
-        if count
-    }
+    first = dataset.rows.first_refused
+    left_out = {reason: count for reason, count in dataset.left_out.items() if count}
+    refused = {f"{r} (first row {first[r]})" if r in first else r: count for r, count in left_out.items()}
     if "--items" in sys.argv:
         _write_items(dataset, source.name, Path(sys.argv[sys.argv.index("--items") + 1]))
     return {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
