@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from services.core.errors import DependencyLostError
 from services.sandbox.backends import BOX, BackendName, Interpreter, Layout, command, is_open
-from services.sandbox.kernel import Limits, landlock_version
+from services.sandbox.kernel import Confinement, Limits, landlock_version
 from services.sandbox.watch import remove
 
 T = TypeVar("T")
@@ -192,17 +192,17 @@ class Box:
                 *words, env=self._environment(), cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
             self._user = _take_user(self.pid) if has_users else None
-            description = {
-                "uid": self._user,
-                # Such a box has nothing else.
-                "readable": ["/"] if self._layout else self._interpreter.readable,
-                "box": self._directory,
-                "isolation": self.backend.value,
-                "places": self._layout.places if self._layout else None,
-                "keeps_modes": bool(self._layout and self._layout.pipes and not has_users),
-            }
+            confinement = Confinement(
+                self._user,
+                # A box with paths of its own has nothing else.
+                ["/"] if self._layout else self._interpreter.readable,
+                self._directory,
+                self.backend.value,
+                self._layout.places if self._layout else None,
+                keeps_modes=bool(self._layout and self._layout.pipes and not has_users),
+            )
             async with asyncio.timeout(START_SECONDS):
-                await self._exchange(description)
+                await self._exchange(confinement._asdict())
         except (OSError, EOFError, TimeoutError) as error:
             message = await self.close()
             raise SandboxError(message or str(error) or type(error).__name__) from error
