@@ -244,8 +244,7 @@ class ServerState:
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(
-                f"the data-server cannot keep its cursors in {str(directory)!r}: {error}; make SHARED_DIR a directory "
-                f"that can be written"
+                f"the data-server cannot keep its cursors in {str(directory)!r}: {error}; make SHARED_DIR writable"
             ) from error
 
     def close(self) -> None:

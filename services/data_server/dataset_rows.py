@@ -412,8 +412,7 @@ def _hold_out(rows: Rows, questions: Hashes, settings: DataSettings) -> tuple[Ro
     in_random_order = np.unique(questions)
     if len(in_random_order) == 1:
         raise ConfigurationError(
-            f"DATASET {settings.dataset!r} has a single question with a ground truth, and at least one is held out of "
-            "training; give more questions, or a file of held-out ones as DATASET_TEST"
+            f"DATASET {settings.dataset!r} has a single question, and one is held out; give more, or a DATASET_TEST"
         )
     cut = min(len(in_random_order) - 1, max(1, round(settings.dataset_held_out * len(in_random_order))))
     is_held_out = np.isin(questions, in_random_order[:cut])

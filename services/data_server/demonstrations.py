@@ -171,8 +171,7 @@ class DemonstrationMaker:
         """Return the fields of a group that a run has recorded."""
         if row["tokenizer"] != self._digest:
             raise UnfitConversationError(
-                f"the tokenizer that recorded it has the digest {row['tokenizer']}, that of MODEL_NAME {self._digest}; "
-                "give the model of that run"
+                f"its tokenizer has the digest {row['tokenizer']}, MODEL_NAME's {self._digest}; give that run's model"
             )
         return {name: row[name] for name in ("prompt", "prompt_ids", "messages", "demonstrations")}
 

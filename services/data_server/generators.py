@@ -279,8 +279,7 @@ def _task_table(dataset: str, refused: Counter[str]) -> pa.Table:
         counted = Counter(reason for reason, _ in left_out.values())
         why = ", ".join(f"{count} {reason}" for reason, count in counted.items())
         raise ConfigurationError(
-            f"DATASET {dataset!r} has no task that has passed ({why}); run `grpo tasks check "
-            f"{dataset.removeprefix(HARBOR)}`"
+            f"no task of DATASET {dataset!r} has passed ({why}); run `grpo tasks check {dataset.removeprefix(HARBOR)}`"
         )
     return pa.Table.from_pylist(rows, _TASK_SCHEMA)
 

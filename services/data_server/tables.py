@@ -469,8 +469,7 @@ def _json_text(value: Any, name: str) -> str:
         raise ValueError(f"holds {type(value).__name__}; set {COLUMN_SETTINGS[name]} to a column of text or numbers")
     if isinstance(value, float) and not abs(value) < EXACT:
         raise ValueError(
-            f"has {value!r}: a number with a fraction or an exponent does not keep every digit from 2^53 on; write it "
-            "as a whole number, or as text"
+            f"has {value!r}, which does not keep every digit from 2^53 on; write it as a whole number, or as text"
         )
     if isinstance(value, int) or value.is_integer():
         return str(int(value))

@@ -111,11 +111,10 @@ class EpisodeTable:
             raise ProblemError(503, f"{self.stuck} environments hang; this server has to be restarted")
         free = MAX_EPISODES - len(self.active) - self._beginning
         if count > free:
-            raise ProblemError(
-                429,
-                f"{count} episodes asked for, {max(free, 0)} of {MAX_EPISODES} free; end some, or ask another server",
-                {"Retry-After": "1"},
+            detail = (
+                f"{count} episodes asked for, {max(free, 0)} of {MAX_EPISODES} free; end some, or ask another server"
             )
+            raise ProblemError(429, detail, {"Retry-After": "1"})
         first = secrets.randbelow(2**31) if seed is None else seed
         make, info = hosted or (self.make, self.info)
         self._beginning += count
@@ -142,12 +141,10 @@ class EpisodeTable:
                 if seed in environments and not isinstance(outcome, EnvironmentHungError):
                     self.release(environments[seed])
             error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
-            is_away = isinstance(error, DependencyLostError)
-            raise ProblemError(
-                503 if is_away else 422,
-                f"{info.id!r} cannot be begun: {why_failed(error)}",
-                {"Retry-After": "5"} if is_away else None,
-            )
+            detail = f"{info.id!r} cannot be begun: {why_failed(error)}"
+            if isinstance(error, DependencyLostError):
+                raise ProblemError(503, detail, {"Retry-After": "5"})
+            raise ProblemError(422, detail)
         for start in starts:
             self.active[start.episode] = HeldEpisode(start.episode, environments[start.seed], info, time.monotonic())
             self._count("begun")

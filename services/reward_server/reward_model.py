@@ -60,8 +60,7 @@ class RewardModel:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token_id is None:
             raise ConfigurationError(
-                f"REWARD_MODEL {name!r} has a tokenizer with neither padding nor end token, so that answers cannot be "
-                "scored in batches; set pad_token in its tokenizer_config.json"
+                f"REWARD_MODEL {name!r} has neither padding nor end token; set pad_token in its tokenizer_config.json"
             )
         # Models that find the last token by the padding id need to know which id it is.
         model.config.pad_token_id = self._tokenizer.pad_token_id
