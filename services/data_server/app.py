@@ -25,13 +25,12 @@ router = APIRouter(route_class=JsonRoute)
 def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
     """Make the data-server. With ``own_process`` it keeps its state in the run directory, else in memory."""
 
+    def load() -> _Sources:
+        return _Sources(settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process)))
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.batches = await in_background(
-            lambda: _Sources(
-                settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process))
-            )
-        )
+        app.state.batches = await in_background(load)
         yield
         for batches in app.state.batches.values():
             batches.state.close()

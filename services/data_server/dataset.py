@@ -60,8 +60,7 @@ class PromptMaker:
         has_template = tokenizer is not None and bool(tokenizer.chat_template)
         if self._style is PromptStyle.CHAT and tokenizer is not None and not has_template:
             raise ConfigurationError(
-                f"the tokenizer of MODEL_NAME {settings.model_name!r} has no chat template; set PROMPT_STYLE=plain or "
-                f"few_shot, or give a chat model"
+                f"MODEL_NAME {settings.model_name!r} has no chat template; set PROMPT_STYLE=plain or few_shot"
             )
         self._uses_chat = self._style is not PromptStyle.PLAIN and (
             has_template or (tokenizer is None and self._style is PromptStyle.CHAT)
@@ -329,14 +328,12 @@ def _examples(settings: DataSettings, train: dataset_rows.Rows) -> tuple[list[da
     """
     if len(train) <= FEW_SHOT_COUNT:
         raise ConfigurationError(
-            f"PROMPT_STYLE is few_shot, which needs more than {FEW_SHOT_COUNT} training rows, but DATASET has "
-            f"{len(train)}; give more rows or another style"
+            f"PROMPT_STYLE=few_shot needs more than {FEW_SHOT_COUNT} training rows; DATASET has {len(train)}: give more"
         )
     examples = train.take(list(range(FEW_SHOT_COUNT)))
     if not all(example.answer for example in examples):
         raise ConfigurationError(
-            f"PROMPT_STYLE is few_shot, but DATASET {settings.dataset!r} has questions with no single right answer "
-            f"to show as an example; give another style"
+            f"PROMPT_STYLE=few_shot shows a right answer, which rows of {settings.dataset!r} lack; give another style"
         )
     return examples, train.select(slice(FEW_SHOT_COUNT, None))
 

@@ -78,8 +78,7 @@ class Demonstrator:
         """
         if tools and not self.renders_tools:
             raise UnfitConversationError(
-                "the model's chat template ignores tools; leave the column `tools` out, or give a model whose template "
-                "has them"
+                "the model's chat template ignores tools; leave the column `tools` out, or give another model"
             )
         branches: list[Branch] = []
         before = 0

@@ -135,10 +135,9 @@ def _read_config(settings: DataSettings, form: type[Config], example: str) -> Co
         return form.model_validate_json(settings.dataset_config or "{}")
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
         raise ConfigurationError(
-            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{': ' if where else ''}{first['msg']}; "
-            f"write JSON such as {example}"
+            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{first['msg']}; write JSON such as {example}"
         ) from error
 
 

@@ -137,15 +137,9 @@ _BY_GROUP = """Compare the answers with each other. Give each of the {count} ans
 or 1; answers of equal worth get equal scores. Reply with one JSON object and nothing else. It has every id exactly \
 once, and the reason comes before the score:
 {{"scores": [{{"id": "<id of an answer>", "reason": "<one sentence>", "score": "<its score>"}}]}}"""
-_GROUP_RUBRIC = Rubric(
-    criteria=(
-        Criterion(
-            name="goal",
-            text="An answer that reaches the goal of the question is much better than one that does not. Partial "
-            "progress counts. Among answers that reach it, the direct and correct way is better.",
-        ),
-    )
-)
+_GOAL = """An answer that reaches the goal of the question is much better than one that does not. Partial progress \
+counts. Among answers that reach it, the direct and correct way is better."""
+_GROUP_RUBRIC = Rubric(criteria=(Criterion(name="goal", text=_GOAL),))
 """The rubric of a group without one of the user's."""
 
 
