@@ -148,23 +148,21 @@ class DemonstrationMaker:
         return [self._fields(row.number, orjson.loads(row.question)) for row in rows]
 
     def _fields(self, number: int, row: Mapping[str, Any]) -> dict[str, Any] | Refusal:
-        columns, reason = "messages" if "messages" in row else f"{self._prompt} and completion", "not to be learned"
+        where = f"row {number}, column {'messages' if 'messages' in row else f'{self._prompt} and completion'}"
+        is_recorded = "demonstrations" in row and "prompt_ids" in row
         try:
-            made = (
-                self._recorded(row)
-                if "demonstrations" in row and "prompt_ids" in row
-                else self._rendered(_without_nulls(row))
-            )
-            longest = len(made["prompt_ids"]) + max(len(d["completion_ids"]) for d in made["demonstrations"])
-            if longest > min(self._context, self._most):
-                reason, remedy = TOO_LONG, f"shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
-                if longest > self._context:
-                    remedy = f"the model's context has {self._context}: shorten the row"
-                raise UnfitConversationError(f"{longest} tokens; {remedy}")
+            made = self._recorded(row) if is_recorded else self._rendered(_without_nulls(row))
         except (UnfitConversationError, ProblemError) as error:
             detail = error.detail if isinstance(error, ProblemError) else error
-            return Refusal(reason, f"row {number}, column {columns}: {detail}")
-        return made
+            return Refusal("not to be learned", f"{where}: {detail}")
+        tokens = len(made["prompt_ids"]) + max(len(d["completion_ids"]) for d in made["demonstrations"])
+        if tokens > self._context:
+            remedy = f"the model's context has {self._context}: shorten the row"
+        elif tokens > self._most:
+            remedy = f"shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
+        else:
+            return made
+        return Refusal(TOO_LONG, f"{where}: {tokens} tokens; {remedy}")
 
     def _recorded(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a group that a run has recorded."""

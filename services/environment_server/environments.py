@@ -106,22 +106,14 @@ class Tasks(ABC):
             ProblemError: the split or the task does not exist.
         """
         name = next((name for name, size in self.splits.items() if size), "") if split is None else split
-        size = self.size(name)
+        if name not in self.splits:
+            raise ProblemError(400, f"split is {name[:60]!r}; there are {', '.join(self.splits)}")
+        size = self.splits[name]
         if index is None:
             return lambda seed: self.make(name, random.Random(seed).randrange(size))
         if index >= size:
             raise ProblemError(400, f"index is {index}; {name} has {size} tasks")
         return lambda _seed: self.make(name, index)
-
-    def size(self, split: str) -> int:
-        """Return the number of tasks of a split.
-
-        Raises:
-            ProblemError: the split does not exist.
-        """
-        if split not in self.splits:
-            raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
-        return self.splits[split]
 
     @abstractmethod
     def make(self, split: str, index: int) -> Conversation:
