@@ -23,11 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 import httpx
@@ -55,6 +55,14 @@ POLL_SECONDS = 1.0
 Agent = Callable[..., Awaitable[float | None]]
 Scorer = Callable[[str], Awaitable[RewardResult]]
 """Scores an answer to an example by REWARD_FN."""
+
+
+class Endpoint(TypedDict):
+    """The keyword arguments by which an agent talks to the model."""
+
+    base_url: str
+    api_key: str
+    http_client: httpx.AsyncClient
 
 
 class AgentFailedError(Exception):
@@ -122,11 +130,8 @@ async def play(
     agent: Agent,
     example: Example,
     seconds: float,
-    *,
-    base_url: str,
-    api_key: str,
-    http_client: httpx.AsyncClient,
     waited: Callable[[], Awaitable[float]] | None = None,
+    **endpoint: Unpack[Endpoint],
 ) -> float | None:
     """Let ``agent`` answer ``example`` and return its reward.
 
@@ -138,7 +143,7 @@ async def play(
         Exception: the error that the agent or ``waited`` raised.
     """
     started, left = time.monotonic(), seconds
-    playing = asyncio.ensure_future(agent(example, base_url=base_url, api_key=api_key, http_client=http_client))
+    playing = asyncio.ensure_future(agent(example, **endpoint))
     try:
         while left > 0 and not (await asyncio.wait([playing], timeout=max(left, POLL_SECONDS)))[0]:
             seconds_waited = await waited() if waited is not None else example.waits.seconds
@@ -181,9 +186,7 @@ def load_agent(variable: str, name: str) -> Agent:
         install = install_command("evaluation")
         raise ConfigurationError(f"{error}; if {missing} is a library that agents use, run: {install}") from error
     if not inspect.iscoroutinefunction(agent):
-        raise ConfigurationError(
-            f"{variable} {name!r} is not an `async def`; make it one, because many episodes run at once"
-        )
+        raise ConfigurationError(f"{variable} {name!r} is not an `async def`; episodes run at once, so make it one")
     return agent
 
 
@@ -230,10 +233,6 @@ environment and memory of a process only to processes that have all of its capab
 little, but could not read a program below /root either, where SkyPilot has the working directory."""
 
 
-class ProgramFailedError(Exception):
-    """A program ended with an error; the message has the end of its output."""
-
-
 @dataclass(frozen=True)
 class Program:
     """A shell command as an agent."""
@@ -243,36 +242,37 @@ class Program:
     ends_when_refused: ClassVar[bool] = False
     """True if the relay ends it at the first call that the gateway does not answer; a user's program may continue."""
 
-    async def __call__(
-        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
-    ) -> float | None:
+    async def __call__(self, example: Example, **endpoint: Unpack[Endpoint]) -> float | None:
         """Let the program answer ``example``, and return its reward; ``example.result`` has its reason.
 
         It is a process group of its own. Cancelling this call ends it by SIGTERM and then SIGKILL, as does the end of
         the program itself for processes that it left behind.
 
         Raises:
-            ProgramFailedError: its exit code is not 0.
-            AgentFailedError: the last line in GRPO_REWARD_FD has no reward that is a finite number or null.
+            AgentFailedError: its exit code is not 0, or the last line in GRPO_REWARD_FD has no reward that is a finite
+                number or null.
         """
         # Without our secrets, and without keys that would win over the session's.
         variables = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-        variables |= endpoint_variables(base_url, api_key)
-        variables |= exempt_from_proxies(urlsplit(base_url).hostname or "")
+        variables |= endpoint_variables(endpoint["base_url"], endpoint["api_key"])
+        variables |= exempt_from_proxies(urlsplit(endpoint["base_url"]).hostname or "")
         status, answer, reward = await self._run(self.command, example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
-            raise ProgramFailedError(f"the program {describe_exit(status)}{example.output}")
+            raise AgentFailedError(f"the program {describe_exit(status)}{example.output}")
         if reward.strip():
             example.result = _result_of(reward)
             return example.result.reward
-        if "reward" in (_json_object(_last_line(answer)) or {}):
+        if "reward" in _last_record(answer):
             _warn_of_reward_in_output()
         return await example.score(answer.strip())
 
     async def _run(self, command: str, example: Example, variables: dict[str, str]) -> tuple[int, str, str]:
         """Run a shell command to its end; return its exit code, and the ends of its output and of its rewards."""
         async with contextlib.AsyncExitStack() as stack:
-            lifeline = stack.enter_context(_lifeline())
+            # A pipe that nobody writes to: it ends with this context, or when this process dies.
+            lifeline, writing = os.pipe()
+            for end in (lifeline, writing):
+                stack.callback(os.close, end)
             (answer, out), (errors, err) = [await _open_output(stack, OUTPUT_BYTES) for _ in range(2)]
             reward, rewards = await _open_output(stack, REWARD_BYTES)
             with tempfile.TemporaryFile() as task, out, err, rewards:
@@ -294,8 +294,8 @@ class Program:
                 await end_group(process, TERM_SECONDS, whole=True)
                 ends = [asyncio.create_task(output.ended.wait()) for output in (answer, errors, reward)]
                 # Not asyncio.timeout, which Python 3.11.2 takes for the cancellation that has led here.
-                for end in (await asyncio.wait(ends, timeout=ORPHANS_SECONDS))[1]:
-                    end.cancel()
+                for late in (await asyncio.wait(ends, timeout=ORPHANS_SECONDS))[1]:
+                    late.cancel()
                 example.output = _ending(f"{answer.text.rstrip()}\n{errors.text}")
         assert process.returncode is not None
         return process.returncode, answer.text, reward.text
@@ -336,31 +336,25 @@ def _result_of(rewards: str) -> RewardResult:
     Raises:
         AgentFailedError: the line has no reward that is a finite number or null.
     """
-    record = _json_object(_last_line(rewards)) or {}
+    record = _last_record(rewards)
     reward, reason = record.get("reward", math.nan), record.get("reason")
     reason_text = None if reason is None else str(reason)
     if reward is None:
         return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason_text or "the program gave no reward")
     if isinstance(reward, bool | float) and math.isfinite(reward):
         return RewardResult(reward=float(reward), reason=reason_text)
-    raise AgentFailedError(
-        f"the program's last line in GRPO_REWARD_FD is {_last_line(rewards)[-SHOWN_CHARACTERS:]!r}; write one such as "
-        '{"reward": 0.5}, with a finite number, or null',
-        "reward",
-    )
+    line = rewards.rstrip().rpartition("\n")[2][-SHOWN_CHARACTERS:]
+    form = '{"reward": 0.5}, with a finite number, or null'
+    raise AgentFailedError(f"the program's last line in GRPO_REWARD_FD is {line!r}; write one such as {form}", "reward")
 
 
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
-
-
-def _json_object(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a line, its whole numbers as floats; None if there is none."""
+def _last_record(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text's last line, its whole numbers as floats; empty if there is none."""
     try:
-        parsed = json.loads(line, parse_int=float)
+        parsed = json.loads(text.rstrip().rpartition("\n")[2], parse_int=float)
     except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 @cache
@@ -406,14 +400,3 @@ def _ending(output: str) -> str:
     """Return the end of an output as the end of a message."""
     ending = output.strip()[-SHOWN_CHARACTERS:]
     return f"; its output ends with {ending!r}" if ending else ""
-
-
-@contextlib.contextmanager
-def _lifeline() -> Iterator[int]:
-    """Yield a file that ends when the context is left, or when this process dies: a pipe that nobody writes to."""
-    reading, writing = os.pipe()
-    try:
-        yield reading
-    finally:
-        os.close(reading)
-        os.close(writing)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from string import Template
-from typing import Any, Self
+from typing import Unpack
 
 import httpx
 
-from services.agents import AgentFailedError, Example, Program, ProgramFailedError
+from services.agents import AgentFailedError, Endpoint, Example, Program
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.files import PROJECT
 from services.core.processes import describe_exit
@@ -40,9 +40,11 @@ _PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """A command-line agent. In ``arguments``, ``files`` and ``variables``, ``Preset`` fills in what begins with $."""
+    """A command-line agent. In ``command`` and ``files``, ``Preset`` fills in what begins with $."""
 
     name: str
+    command: str
+    """Its command as in a shell, behind its variables, seen from HARNESSES."""
     package: str
     version: str
     is_python: bool = False
@@ -53,22 +55,10 @@ class Harness:
     """Memory of its own in a box, besides CODE_MEMORY_MB for the model's commands: twice its peak, as forks count."""
     first_prompt: int
     """Tokens of the first prompt without the task, with tools, in SmolLM2's tokenizer and Qwen2.5's chat template."""
-    variables: Mapping[str, str]
-    program: str
-    """Its executable, below HARNESSES."""
-    arguments: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents by paths below the home directory."""
     answer: Callable[[str, Path], str | None]
     """Returns the answer, given the standard output and the home directory; None if the turn limit ended it."""
-
-    @classmethod
-    def of(cls, name: str, command: str, **fields: Any) -> Self:
-        """Return a harness by its command as in a shell, seen from HARNESSES, and its other fields."""
-        words = shlex.split(command)
-        variables = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
-        program, *arguments = words[len(variables) :]
-        return cls(name=name, variables=variables, program=program, arguments=arguments, **fields)
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -169,9 +159,9 @@ _OPENCODE = """{
 
 
 _HARNESSES = (
-    Harness.of(
-        "claude-code",
-        f"""
+    Harness(
+        name="claude-code",
+        command=f"""
             ANTHROPIC_API_KEY=$key ANTHROPIC_BASE_URL=$root ANTHROPIC_DEFAULT_HAIKU_MODEL=policy ANTHROPIC_MODEL=policy
             CLAUDE_CODE_DISABLE_ADAPTIVE_THINKING=1 CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS=1
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 CLAUDE_CODE_MAX_OUTPUT_TOKENS=$output CLAUDE_CODE_MAX_RETRIES=0
@@ -186,9 +176,9 @@ _HARNESSES = (
         first_prompt=1110,
         answer=_claude_answer,
     ),
-    Harness.of(
-        "codex",
-        """
+    Harness(
+        name="codex",
+        command="""
             OPENAI_API_KEY=$key npm/node_modules/.bin/codex exec --ephemeral --strict-config --skip-git-repo-check
             --output-last-message $home/answer.txt --dangerously-bypass-approvals-and-sandbox -- $task
         """,
@@ -199,9 +189,9 @@ _HARNESSES = (
         files={".codex/config.toml": _CODEX, "instructions.md": _PROMPT},
         answer=lambda _output, home: (home / "answer.txt").read_text(),
     ),
-    Harness.of(
-        "mini-swe-agent",
-        """
+    Harness(
+        name="mini-swe-agent",
+        command="""
             LITELLM_LOCAL_MODEL_COST_MAP=True MSWEA_CONFIGURED=true MSWEA_COST_TRACKING=ignore_errors
             MSWEA_SILENT_STARTUP=1 OPENAI_API_KEY=$key
             python/bin/mini --yolo --exit-immediately --cost-limit 0 --model openai/policy
@@ -216,10 +206,10 @@ _HARNESSES = (
         files={"mini.yaml": _MINI},
         answer=_mini_answer,
     ),
-    Harness.of(
-        "opencode",
+    Harness(
+        name="opencode",
         # Without npm_config_offline it would ask the registry for its plugins in each new home.
-        f"""
+        command=f"""
             BUN_TMPDIR=$home OPENCODE_CONFIG_CONTENT={shlex.quote(_OPENCODE)} OPENCODE_DISABLE_AUTOUPDATE=1
             OPENCODE_DISABLE_LSP_DOWNLOAD=1 OPENCODE_DISABLE_MODELS_FETCH=1 OPENCODE_DISABLE_PROJECT_CONFIG=1
             npm_config_offline=true npm/node_modules/.bin/opencode run --pure --format json -- $task
@@ -303,18 +293,16 @@ class Preset(Program):
 
     ends_when_refused = True
 
-    async def __call__(
-        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
-    ) -> float | None:
+    async def __call__(self, example: Example, **endpoint: Unpack[Endpoint]) -> float | None:
         """Let the harness answer ``example``, and return the reward of its answer.
 
         GRPO_REWARD_FD is not read, because commands that the model wrote could write to it.
 
         Raises:
-            AgentFailedError: it ended at its turn limit.
-            ProgramFailedError: its exit code is not 0, or it left no answer.
+            AgentFailedError: it ended at its turn limit, its exit code is not 0, or it left no answer.
         """
-        context = await context_at(http_client, base_url, api_key)
+        base_url, api_key = endpoint["base_url"], endpoint["api_key"]
+        context = await context_at(endpoint["http_client"], base_url, api_key)
         with tempfile.TemporaryDirectory(prefix="grpo-home-", ignore_cleanup_errors=True) as directory:
             home = Path(directory)
             words, variables, files = self.prepare(home, example.prompt, base_url, api_key, context)
@@ -329,11 +317,11 @@ class Preset(Program):
             try:
                 answer = self.harness.answer(output, home)
             except (LookupError, OSError, TypeError, ValueError):
-                raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}") from None
+                raise AgentFailedError(f"{self.command} {describe_exit(status)}{example.output}") from None
         if answer is None:
             raise AgentFailedError(f"{self.command} ended after {self._turns} turns (AGENT_MAX_TURNS)", "limit")
         if status != 0:
-            raise ProgramFailedError(f"{self.command} {describe_exit(status)}{example.output}")
+            raise AgentFailedError(f"{self.command} {describe_exit(status)}{example.output}")
         return await example.score(answer.strip())
 
     @property
@@ -358,11 +346,13 @@ class Preset(Program):
         def filled(text: str) -> str:
             return Template(text).substitute(values)
 
-        words = [str(HARNESSES / self.harness.program), *map(filled, self.harness.arguments)]
+        words = shlex.split(self.harness.command)
+        assigned = [word.split("=", 1) for word in takewhile(lambda word: "=" in word, words)]
+        program, *arguments = words[len(assigned) :]
         variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        variables |= {name: filled(value) for name, value in self.harness.variables.items()}
+        variables |= {name: filled(value) for name, value in assigned}
         files = {name: filled(content) for name, content in self.harness.files.items()}
-        return words, variables | {"HOME": str(home)}, files
+        return [str(HARNESSES / program), *map(filled, arguments)], variables | {"HOME": str(home)}, files
 
 
 async def context_at(http_client: httpx.AsyncClient, base_url: str, api_key: str) -> int:

@@ -10,15 +10,14 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.agents import AgentFailedError, Example, Program, privilege_drop
+from services.agents import AgentFailedError, Endpoint, Example, Program, privilege_drop
 from services.http.client import problem_detail
 from services.http.server import ended_before_client_left, serving
 
@@ -34,7 +33,7 @@ T = TypeVar("T")
 class _Target:
     base_url: str
     api_key: str
-    client: httpx.AsyncClient
+    http_client: httpx.AsyncClient
     sent: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
     """Requests without an answer yet."""
     refusal: asyncio.Future[Exception] = field(default_factory=asyncio.Future)
@@ -83,26 +82,18 @@ class Relay:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def __call__(
-        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
-    ) -> float | None:
+    async def __call__(self, example: Example, **endpoint: Unpack[Endpoint]) -> float | None:
         """Let the program answer ``example``, as an agent; raises as the program does."""
-        assert self.program is not None
-        work = partial(self.program, example, http_client=http_client)
-        return await self.serve(
-            lambda url, key: work(base_url=url, api_key=key),
-            *(base_url, api_key, http_client),
-            ends_when_refused=self.program.ends_when_refused,
-        )
+        program, client = self.program, endpoint["http_client"]
+        assert program is not None
+
+        def work(url: str, key: str) -> Awaitable[float | None]:
+            return program(example, base_url=url, api_key=key, http_client=client)
+
+        return await self.serve(work, ends_when_refused=program.ends_when_refused, **endpoint)
 
     async def serve(
-        self,
-        work: Callable[[str, str], Awaitable[T]],
-        base_url: str,
-        api_key: str,
-        http_client: httpx.AsyncClient,
-        *,
-        ends_when_refused: bool,
+        self, work: Callable[[str, str], Awaitable[T]], *, ends_when_refused: bool, **endpoint: Unpack[Endpoint]
     ) -> T:
         """Return the result of work that gets a URL and a key, by which its program reaches ``base_url``.
 
@@ -110,7 +101,7 @@ class Relay:
             AgentFailedError: a call was refused, and ``ends_when_refused``.
         """
         key = secrets.token_hex(16)
-        target = self._targets[key] = _Target(base_url, api_key, http_client)
+        target = self._targets[key] = _Target(**endpoint)
         try:
             playing = asyncio.ensure_future(work(f"{self._url}/{key}/v1", key))
             if ends_when_refused:
@@ -137,7 +128,7 @@ class Relay:
         headers["authorization"] = f"Bearer {target.api_key}"
         url = httpx.URL(f"{target.base_url}/{path}", query=request.url.query.encode() or None)
         forwarded = httpx.Request(request.method, url, headers=headers, content=await request.body())
-        sending = asyncio.create_task(target.client.send(forwarded, stream=True))
+        sending = asyncio.create_task(target.http_client.send(forwarded, stream=True))
         target.sent.add(sending)
         sending.add_done_callback(target.sent.discard)
         try:

@@ -38,9 +38,9 @@ class Question:
     answer: str
 
 
-def questions(max_operand: int = 9) -> list[Question]:
-    """Return every ``a+b=``, and every ``a-b=`` that is not negative, with operands from 0 to ``max_operand``."""
-    operands = range(max_operand + 1)
+def questions() -> list[Question]:
+    """Return every ``a+b=``, and every ``a-b=`` that is not negative, with operands of one digit."""
+    operands = range(10)
     sums = [Question(f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
     return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands if b <= a]
 

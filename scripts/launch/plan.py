@@ -202,7 +202,7 @@ def _ways(options: Mapping[str, str]) -> set[str]:
         raise ConfigurationError(
             f"SOURCES is {name!r}, but nodes get the files below {ROOT}; put it there, as in SOURCES=mix.yaml"
         )
-    return {source.settings.get("rollout", "completion") for source in load_sources(Path(name)).all}
+    return {source.settings.get("rollout", "completion") for source in load_sources(Path(name))}
 
 
 def _preset(options: Mapping[str, str], file: Path) -> dict[str, str]:

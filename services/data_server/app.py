@@ -19,21 +19,18 @@ from services.http.json_body import JsonResponse, JsonRoute
 from services.http.problems import unknown_source
 from services.protocol import prompts as wire
 
-MAX_BODY_BYTES = 16 * 2**20
-
 router = APIRouter(route_class=JsonRoute)
 
 
 def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
     """Make the data-server. With ``own_process`` it keeps its state in the run directory, else in memory."""
 
+    def load() -> _Sources:
+        return _Sources(settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process)))
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.batches = await in_background(
-            lambda: _Sources(
-                settings.of_sources(lambda own, source: Batches.load(own, source, own_process=own_process))
-            )
-        )
+        app.state.batches = await in_background(load)
         yield
         for batches in app.state.batches.values():
             batches.state.close()
@@ -44,7 +41,6 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         lifespan=lifespan,
         stats=lambda: _stats(app.state.batches).model_dump(),
         description=__doc__ or "",
-        max_body_bytes=MAX_BODY_BYTES,
     )
     app.include_router(router)
     return app
@@ -82,7 +78,7 @@ async def get_prompts(sources: Loaded, query: Annotated[wire.PromptsQuery, Query
     start = before or batches.state.cursor(key)
     prompts, after = batches.batch(split, start, query.batch_size)
     if before is None:
-        await batches.state.advance(key, query.request_id, start, after)
+        batches.state.advance(key, query.request_id, start, after)
     return _reply(batches, split, prompts, after)
 
 
@@ -104,7 +100,7 @@ async def put_cursor(request: wire.CursorRequest, sources: Loaded) -> wire.Curso
     """Set the server's own cursor of a consumer."""
     batches = sources[request.source]
     batches.check(request.split, request.cursor)
-    await batches.state.set_cursor(_cursor_key(request), request.cursor)
+    batches.state.set_cursor(_cursor_key(request), request.cursor)
     return request.cursor
 
 
@@ -117,7 +113,7 @@ async def post_success_rates(request: wire.SuccessRatesRequest, sources: Loaded)
         places = {prompt_id: catalogue.place_of(prompt_id) for prompt_id in request.success_rates}
         rates = {place: request.success_rates[prompt_id] for prompt_id, place in places.items() if place is not None}
         if rates:
-            await batches.state.record_rates(rates)
+            batches.state.record_rates(rates)
         recorded += len(rates)
     return wire.SuccessRatesReply(recorded=recorded, unknown=len(request.success_rates) - recorded)
 

@@ -7,7 +7,6 @@ survive a restart.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from services.core.sources import MAIN, Source
 from services.data_server.dataset import Dataset, load
 from services.data_server.dataset_rows import TOO_LONG
 from services.data_server.settings import Curriculum, DataSettings
+from services.http.database import Statement
 from services.http.problems import ProblemError
 from services.protocol.prompts import Cursor, DataStats, Split
 
@@ -38,44 +38,36 @@ _LAST_EPOCH = 2**31 - 1
 """The largest epoch that a cursor on the wire takes."""
 
 
+@dataclass
 class EpochOrder:
     """A permutation of a split's prompts for each epoch: the same for the same seed, epoch and success rates."""
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        seed: int,
-        curriculum: Curriculum,
-        rates_at_start: Callable[[int], Rates | None] = lambda epoch: None,
-    ) -> None:
-        """Make the order of ``size`` prompts.
+    size: int
+    seed: int
+    curriculum: Curriculum
+    rates_at_start: Callable[[int], Rates | None] = lambda epoch: None
+    """Returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None if all are unknown. It
+    is called only with a curriculum that uses them, and must return the same each time."""
 
-        ``rates_at_start`` returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None
-        if all are unknown; it is called only with a curriculum that uses them, and must return the same each time.
-        """
-        self._size = size
-        self._seed = seed
-        self._curriculum = curriculum
-        self._rates_at_start = rates_at_start
+    def __post_init__(self) -> None:
         self.of = lru_cache(_KEPT_EPOCHS)(self._make)
         """Place in the dataset of the prompt at each position of an epoch, by the epoch: shape [size]."""
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def _make(self, epoch: int) -> Places:
-        if self._curriculum is Curriculum.SOURCE:
-            return np.arange(self._size, dtype=np.int32)
-        random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        if self._curriculum is Curriculum.OFF:
-            return random.permutation(self._size).astype(np.int32)
-        rates = self._rates_at_start(epoch)
+        if self.curriculum is Curriculum.SOURCE:
+            return np.arange(self.size, dtype=np.int32)
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        if self.curriculum is Curriculum.OFF:
+            return random.permutation(self.size).astype(np.int32)
+        rates = self.rates_at_start(epoch)
         # A prompt that was never tried counts as half solved.
-        solved = np.full(self._size, 0.5) if rates is None else np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
+        solved = np.full(self.size, 0.5) if rates is None else np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
         weights = _LEAST_WEIGHT + (1 - _LEAST_WEIGHT) * 4 * solved * (1 - solved)
         # Exponential keys give a weighted order without replacement (Efraimidis and Spirakis 2006, algorithm A-ES).
-        keys = random.exponential(size=self._size) / weights
+        keys = random.exponential(size=self.size) / weights
         return np.argsort(keys, kind="stable").astype(np.int32)
 
 
@@ -140,7 +132,6 @@ class Batches:
     dataset: Dataset
     orders: dict[Split, EpochOrder]
     state: ServerState
-    curriculum: Curriculum
 
     @classmethod
     def load(cls, settings: DataSettings, source: Source = MAIN, *, own_process: bool = False) -> Batches:
@@ -169,8 +160,8 @@ class Batches:
         }
         train.prefetch(orders[Split.TRAIN].of(0)[:_RENDERED_AHEAD].tolist())
         for reason, count in dataset.left_out.items():
-            REFUSED_ROWS.labels(reason, dataset.source).set(count)
-        return cls(source, dataset, orders, state, curriculum)
+            REFUSED_ROWS.labels(reason, source.name).set(count)
+        return cls(source, dataset, orders, state)
 
     def batch(self, split: Split, cursor: Cursor, batch_size: int) -> tuple[list[dict[str, Any]], Cursor]:
         """Return the prompts from ``cursor`` on and the cursor after them.
@@ -190,18 +181,15 @@ class Batches:
             ends_with_epoch=split is Split.TEST,
         )
         if not places and split is Split.TRAIN:
-            raise ProblemError(
-                422,
-                f"no prompt of {split.value} qualifies: all are skipped or longer than MAX_PROMPT_TOKENS",
-            )
+            raise ProblemError(422, f"no {split.value} prompt is left: all are skipped or exceed MAX_PROMPT_TOKENS")
         prompts = [
             {**record, "epoch": epoch, "position": position, **catalogue.row(place)}
             for place, epoch, position in places
             if (record := catalogue.record(place)) is not None
         ]
-        SERVED.labels(split.value, self.dataset.source).inc(len(prompts))
-        EPOCH.labels(split.value, self.dataset.source).set(after.epoch)
-        TOO_LONG_PROMPTS.labels(self.dataset.source).set(self.dataset.left_out[TOO_LONG])
+        SERVED.labels(split.value, self.source.name).inc(len(prompts))
+        EPOCH.labels(split.value, self.source.name).set(after.epoch)
+        TOO_LONG_PROMPTS.labels(self.source.name).set(self.dataset.left_out[TOO_LONG])
         return prompts, after
 
     def check(self, split: Split, cursor: Cursor) -> None:
@@ -213,7 +201,7 @@ class Batches:
     def stats(self) -> DataStats:
         """Return the statistics of the source."""
         # Success rates change nothing in the dataset's own order, which is "off" on the wire.
-        curriculum = Curriculum.OFF if self.curriculum is Curriculum.SOURCE else self.curriculum
+        curriculum = self.orders[Split.TRAIN].curriculum
         return DataStats(
             source=self.dataset.rows.name,
             train_prompts=len(self.orders[Split.TRAIN]),
@@ -223,7 +211,7 @@ class Batches:
             first_refused=self.dataset.rows.first_refused,
             columns=list(self.dataset.rows.columns),
             cursors=self.state.cursors(),
-            curriculum=curriculum.value,
+            curriculum=(Curriculum.OFF if curriculum is Curriculum.SOURCE else curriculum).value,
             fingerprint=self.dataset.fingerprint,
         )
 
@@ -234,6 +222,7 @@ CREATE TABLE IF NOT EXISTS answered (consumer TEXT, request_id TEXT, cursor TEXT
 CREATE TABLE IF NOT EXISTS rates (place INTEGER PRIMARY KEY, rate REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, rates BLOB NOT NULL);
 """
+_SET_CURSOR = "INSERT OR REPLACE INTO cursors VALUES (?, ?)"
 _KEPT_ANSWERS = 20_000
 
 
@@ -255,10 +244,8 @@ class ServerState:
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(
-                f"the data-server cannot keep its cursors in {str(directory)!r}: {error}; make SHARED_DIR a directory "
-                f"that can be written"
+                f"the data-server cannot keep its cursors in {str(directory)!r}: {error}; make SHARED_DIR writable"
             ) from error
-        self._transaction: asyncio.Future[None] | None = None
 
     def close(self) -> None:
         """Close the database."""
@@ -278,31 +265,24 @@ class ServerState:
         query = "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?"
         return self._find(query, consumer, request_id)
 
-    async def set_cursor(self, consumer: str, cursor: Cursor) -> None:
+    def set_cursor(self, consumer: str, cursor: Cursor) -> None:
         """Set the cursor of a consumer."""
-        await self._write(lambda: self._put(consumer, cursor))
+        self._write((_SET_CURSOR, (consumer, cursor.model_dump_json())))
 
-    async def advance(self, consumer: str, request_id: str | None, start: Cursor, after: Cursor) -> None:
-        """Move a consumer on to ``after`` and note that ``request_id`` was answered from ``start``: both or neither.
+    def advance(self, consumer: str, request_id: str | None, start: Cursor, after: Cursor) -> None:
+        """Move a consumer on to ``after`` and note that ``request_id`` was answered from ``start``: both or neither."""
+        statements: list[Statement] = [(_SET_CURSOR, (consumer, after.model_dump_json()))]
+        if request_id is not None:
+            statements.append(
+                ("INSERT INTO answered VALUES (?, ?, ?)", (consumer, request_id, start.model_dump_json()))
+            )
+            oldest = "DELETE FROM answered WHERE rowid <= (SELECT max(rowid) FROM answered) - ?"
+            statements.append((oldest, (_KEPT_ANSWERS,)))
+        self._write(*statements)
 
-        The next reader sees the change at once; it is on disk when this method returns.
-        """
-
-        def change() -> None:
-            self._put(consumer, after)
-            if request_id is not None:
-                inserted = self._db.execute(
-                    "INSERT INTO answered (consumer, request_id, cursor) VALUES (?, ?, ?)",
-                    (consumer, request_id, start.model_dump_json()),
-                )
-                oldest = (inserted.lastrowid or 0) - _KEPT_ANSWERS
-                self._db.execute("DELETE FROM answered WHERE rowid <= ?", (oldest,))
-
-        await self._write(change)
-
-    async def record_rates(self, rates: Mapping[int, float]) -> None:
+    def record_rates(self, rates: Mapping[int, float]) -> None:
         """Record success rates by the place of their prompt."""
-        await self._write(lambda: self._db.executemany("INSERT OR REPLACE INTO rates VALUES (?, ?)", rates.items()))
+        self._write(*(("INSERT OR REPLACE INTO rates VALUES (?, ?)", rate) for rate in rates.items()))
 
     def rates_at_start(self, epoch: int, size: int) -> Rates | None:
         """Return the rates (NaN: unknown, shape [size]) at the first call for ``epoch``; None if all are unknown.
@@ -315,10 +295,7 @@ class ServerState:
             rates = np.full(size, np.nan, np.float32)
             for place, rate in self._db.execute("SELECT place, rate FROM rates"):
                 rates[place] = rate
-            try:
-                self._db.execute("INSERT INTO epochs VALUES (?, ?)", (epoch, rates.tobytes()))
-            except sqlite3.Error as error:
-                raise self._refusal(error) from error
+            self._write(("INSERT INTO epochs VALUES (?, ?)", (epoch, rates.tobytes())))
         else:
             rates = np.frombuffer(row[0], np.float32)
         return None if bool(np.isnan(rates).all()) else rates
@@ -327,46 +304,17 @@ class ServerState:
         row = self._db.execute(query, values).fetchone()
         return None if row is None else Cursor.model_validate_json(row[0])
 
-    def _put(self, consumer: str, cursor: Cursor) -> None:
-        self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (consumer, cursor.model_dump_json()))
-
-    async def _write(self, change: Callable[[], object]) -> None:
-        """Make a change in the transaction of this turn of the event loop, and return once that is committed.
-
-        Requests of one turn share a transaction, because with fifty clients a transaction for each request would take
-        a fifth of the server's time.
+    def _write(self, *statements: Statement) -> None:
+        """Execute statements in one transaction.
 
         Raises:
-            ProblemError: 507, the disk refuses to write; nothing of the transaction was changed.
+            ProblemError: 507, the disk refuses to write; nothing was changed.
         """
-        if self._transaction is None:
-            loop = asyncio.get_running_loop()
-            self._transaction = loop.create_future()
-            loop.call_soon(self._end)
-        transaction = self._transaction
         try:
-            if not self._db.in_transaction:
+            with self._db:
                 self._db.execute("BEGIN")
-            change()
+                for statement, values in statements:
+                    self._db.execute(statement, values)
         except sqlite3.Error as error:
-            self._end(error)
-        await asyncio.shield(transaction)
-
-    def _end(self, error: sqlite3.Error | None = None) -> None:
-        """Commit the transaction, or end it with the error of a change, after which the turn has none to commit."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is None:
-            return
-        try:
-            if error is None:
-                self._db.commit()
-                transaction.set_result(None)
-                return
-        except sqlite3.Error as failure:
-            error = failure
-        self._db.rollback()
-        transaction.set_exception(self._refusal(error))
-
-    def _refusal(self, error: sqlite3.Error) -> ProblemError:
-        where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
-        return ProblemError(507, f"the data-server cannot write its cursors: {error}{where}")
+            where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
+            raise ProblemError(507, f"the data-server cannot write its cursors: {error}{where}") from error

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _PROBE = "What is 12 + 345?\n#### 357"
-_WORTH_THREADS = 128
-"""A fast tokenizer spreads a list over threads. For fewer texts, waiting for the threads costs more than it gains."""
 
 
 class PromptMaker:
@@ -52,7 +50,7 @@ class PromptMaker:
         Raises:
             ConfigurationError: the style needs a chat template and the tokenizer has none.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._system = settings.system_prompt
         self._style = settings.prompt_style
         self._template_args = settings.chat_template_args
@@ -62,8 +60,7 @@ class PromptMaker:
         has_template = tokenizer is not None and bool(tokenizer.chat_template)
         if self._style is PromptStyle.CHAT and tokenizer is not None and not has_template:
             raise ConfigurationError(
-                f"the tokenizer of MODEL_NAME {settings.model_name!r} has no chat template; set PROMPT_STYLE=plain or "
-                f"few_shot, or give a chat model"
+                f"MODEL_NAME {settings.model_name!r} has no chat template; set PROMPT_STYLE=plain or few_shot"
             )
         self._uses_chat = self._style is not PromptStyle.PLAIN and (
             has_template or (tokenizer is None and self._style is PromptStyle.CHAT)
@@ -92,9 +89,9 @@ class PromptMaker:
         Raises:
             ConfigurationError: the chat template raises.
         """
-        if self._uses_chat and self._tokenizer is not None:
+        if self._uses_chat and self.tokenizer is not None:
             try:
-                rendered: str = self._tokenizer.apply_chat_template(
+                rendered: str = self.tokenizer.apply_chat_template(
                     self.messages(question), add_generation_prompt=True, tokenize=False, **self._template_args
                 )
             except Exception as error:  # A template can raise anything.
@@ -114,16 +111,12 @@ class PromptMaker:
 
     def token_ids(self, questions: Sequence[str]) -> list[list[int]]:
         """Return the token ids of whole prompts, without an end token; empty lists without a tokenizer."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return [[] for _ in questions]
         texts = [self.text(question) for question in questions]
         # A chat template writes its own special tokens.
         options = {"add_special_tokens": not self._uses_chat}
-        ids: list[list[int]]
-        if len(texts) >= _WORTH_THREADS:
-            ids = self._tokenizer(texts, **options)["input_ids"]
-        else:
-            ids = [self._tokenizer(text, **options)["input_ids"] for text in texts]
+        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         return [of_text[: len(of_text) - self._ends] for of_text in ids]
 
     def fields(self, rows: Sequence[Row]) -> list[dict[str, Any] | Refusal]:
@@ -141,7 +134,7 @@ class PromptMaker:
 
         The digest does not cover a rendered prompt, because a template may write the date.
         """
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         content = (
             (self._style.value, self._uses_chat, self._system, self._instruction),
             [(row.question, row.answer) for row in self._examples],
@@ -168,30 +161,22 @@ _BATCH = 256
 Record = dict[str, Any]
 
 
+@dataclass
 class Catalogue:
     """A split's prompts in their wire form, rendered when they are needed. A row that is refused then has no form."""
 
-    def __init__(
-        self,
-        name: str,
-        split: Split,
-        rows: Rows,
-        maker: PromptMaker | DemonstrationMaker,
-        source: Source,
-        *,
-        is_task: bool = False,
-    ) -> None:
-        self._id_prefix = f"{source.name or name}/{split.value}/"
-        self._common: Record = ({"source": source.name} if source.name else {}) | ({"is_task": True} if is_task else {})
-        self._rows = rows
-        self._maker = maker
-        self._split = split
-        self._records: OrderedDict[int, Record | None] = OrderedDict()
-        self.refusals: dict[int, Refusal] = {}
-        """Why rows rendered so far have no prompt, by place."""
+    rows: Rows
+    maker: PromptMaker | DemonstrationMaker
+    split: Split
+    id_prefix: str
+    common: Record
+    """Fields that all prompts of the split have alike."""
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+    """Why rows rendered so far have no prompt, by place."""
+    _records: OrderedDict[int, Record | None] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def record(self, place: int) -> Record | None:
         """Return the prompt at ``place`` without its epoch and position; None if it is refused."""
@@ -202,8 +187,8 @@ class Catalogue:
     def row(self, place: int) -> dict[str, str]:
         """Return the field ``row`` of the prompt at ``place``; no field where rows have no columns to read."""
         # Nobody reads the row of what is learned as it is.
-        is_learned = self._rows.has_demonstrations and self._split is Split.TRAIN
-        text = None if is_learned else self._rows.text(place)
+        is_learned = self.rows.has_demonstrations and self.split is Split.TRAIN
+        text = None if is_learned else self.rows.text(place)
         return {} if text is None else {"row": text}
 
     def prefetch(self, places: Sequence[int]) -> None:
@@ -211,8 +196,8 @@ class Catalogue:
         missing = [place for place in places if place not in self._records]
         if not missing:
             return
-        rows = self._rows.take(missing)
-        for place, row, fields in zip(missing, rows, self._maker.fields(rows), strict=True):
+        rows = self.rows.take(missing)
+        for place, row, fields in zip(missing, rows, self.maker.fields(rows), strict=True):
             if isinstance(fields, Refusal):
                 if fields.reason not in {known.reason for known in self.refusals.values()}:
                     log.warning("a row is left out, the first of its kind", reason=fields.sentence)
@@ -220,24 +205,24 @@ class Catalogue:
                 self._records[place] = None
                 continue
             record = self._records[place] = {
-                "id": f"{self._id_prefix}{row.number}",
+                "id": f"{self.id_prefix}{row.number}",
                 "ground_truth": row.ground_truth,
                 "category": row.category,
                 **fields,
-                **self._common,
+                **self.common,
             }
-            if self._split is Split.TEST:
+            if self.split is Split.TEST:
                 record.pop("demonstrations", None)
         while len(self._records) > _KEPT:
             self._records.popitem(last=False)
 
     def place_of(self, prompt_id: str) -> int | None:
         """Return the place of a prompt by its id, None for an id that is not of this split."""
-        number = prompt_id.removeprefix(self._id_prefix)
+        number = prompt_id.removeprefix(self.id_prefix)
         if number == prompt_id or not (number.isascii() and number.isdecimal()) or len(number) > 10:
             return None
-        place = int(self._rows.numbers.searchsorted(int(number)))
-        return place if place < len(self) and self._rows.numbers[place] == int(number) else None
+        place = int(self.rows.numbers.searchsorted(int(number)))
+        return place if place < len(self) and self.rows.numbers[place] == int(number) else None
 
 
 FEW_SHOT_COUNT = 4
@@ -248,8 +233,6 @@ FEW_SHOT_COUNT = 4
 class Dataset:
     """The prompts of both splits."""
 
-    source: str
-    """The name in SOURCES, "" without SOURCES."""
     rows: DatasetRows
     catalogues: dict[Split, Catalogue]
     fingerprint: dict[str, str]
@@ -290,8 +273,8 @@ def load(
         examples, train = _examples(settings, train)
     maker = PromptMaker(settings, rows.instruction, tokenizer, examples)
     splits = {Split.TEST: rows.test, Split.TRAIN: train}
-    catalogues = _catalogues(settings, rows.name, splits, maker, tokenizer, source)
-    dataset = Dataset(source.name, rows, catalogues, _fingerprint(settings, splits, maker))
+    catalogues = _catalogues(settings, rows.name, splits, maker, source)
+    dataset = Dataset(rows, catalogues, _fingerprint(settings, splits, maker))
     log.info(
         "loaded",
         dataset=settings.dataset,
@@ -307,12 +290,7 @@ def load(
 
 
 def _catalogues(
-    settings: DataSettings,
-    name: str,
-    splits: dict[Split, Rows],
-    maker: PromptMaker,
-    tokenizer: PreTrainedTokenizerBase | None,
-    source: Source,
+    settings: DataSettings, name: str, splits: dict[Split, Rows], maker: PromptMaker, source: Source
 ) -> dict[Split, Catalogue]:
     """Return the catalogue of each split.
 
@@ -320,20 +298,21 @@ def _catalogues(
         ConfigurationError: no row of a split makes a prompt.
     """
     catalogues: dict[Split, Catalogue] = {}
-    is_task = generator_of(settings.dataset) == HARBOR
+    common: Record = {"source": source.name} if source.name else {}
+    if generator_of(settings.dataset) == HARBOR:
+        common["is_task"] = True
     for split, rows in splits.items():
         of_rows: PromptMaker | DemonstrationMaker = maker
-        if rows.has_demonstrations and tokenizer is not None:
-            of_rows = DemonstrationMaker(settings, maker, tokenizer)
-        catalogue = catalogues[split] = Catalogue(name, split, rows, of_rows, source, is_task=is_task)
+        if rows.has_demonstrations and maker.tokenizer is not None:
+            of_rows = DemonstrationMaker(settings, maker, maker.tokenizer)
+        prefix = f"{source.name or name}/{split.value}/"
+        catalogue = catalogues[split] = Catalogue(rows, of_rows, split, prefix, common)
         if len(rows) <= RENDERED_AT_START:
             for start in range(0, len(rows), _BATCH):
                 catalogue.prefetch(range(start, min(start + _BATCH, len(rows))))
         if 0 < len(catalogue) == len(catalogue.refusals):
-            raise ConfigurationError(
-                f"no {'row' if rows.has_demonstrations else 'prompt'} of DATASET {settings.dataset!r} can be used: "
-                f"{next(iter(catalogue.refusals.values())).sentence}"
-            )
+            [first, *_] = catalogue.refusals.values()
+            raise ConfigurationError(f"no row of DATASET {settings.dataset!r} can be used: {first.sentence}")
     return catalogues
 
 
@@ -349,14 +328,12 @@ def _examples(settings: DataSettings, train: dataset_rows.Rows) -> tuple[list[da
     """
     if len(train) <= FEW_SHOT_COUNT:
         raise ConfigurationError(
-            f"PROMPT_STYLE is few_shot, which needs more than {FEW_SHOT_COUNT} training rows, but DATASET has "
-            f"{len(train)}; give more rows or another style"
+            f"PROMPT_STYLE=few_shot needs more than {FEW_SHOT_COUNT} training rows; DATASET has {len(train)}: give more"
         )
     examples = train.take(list(range(FEW_SHOT_COUNT)))
     if not all(example.answer for example in examples):
         raise ConfigurationError(
-            f"PROMPT_STYLE is few_shot, but DATASET {settings.dataset!r} has questions with no single right answer "
-            f"to show as an example; give another style"
+            f"PROMPT_STYLE=few_shot shows a right answer, which rows of {settings.dataset!r} lack; give another style"
         )
     return examples, train.select(slice(FEW_SHOT_COUNT, None))
 

@@ -25,10 +25,8 @@ from services.chat.messages import content_text
 from services.core.errors import ConfigurationError
 from services.core.settings import Method
 from services.data_server import generators
-from services.data_server.checked_tasks import task_tables
 from services.data_server.settings import (
     GROUPS,
-    HARBOR,
     DataSettings,
     GroundTruthFormat,
     check_file,
@@ -235,8 +233,8 @@ def _tables(settings: DataSettings, first: int | None, refused: Refused) -> tupl
     generator, files = generator_of(settings.dataset), named_files(settings)
     if generator is not None:
         check_columns((), f"DATASET {settings.dataset!r}", settings)
-        made = (task_tables if generator == HARBOR else generators.TABLES[generator])(settings, refused)
-        return generator.removesuffix(":"), _in_memory(made[0]), None if made[1] is None else _in_memory(made[1])
+        train, test = generators.TABLES[generator](settings, refused)
+        return generator.removesuffix(":"), ReadTable(lambda: train), None if test is None else ReadTable(lambda: test)
     if files:
         tables = [_load_file(variable, path, settings) for variable, path in files.items()]
         return Path(settings.dataset).stem, tables[0], tables[1] if len(tables) > 1 else None
@@ -289,10 +287,6 @@ def _read_groups(path: Path, where: str, settings: DataSettings) -> ReadTable:
         return ReadTable(on_disk(batches(), schema, where), has_demonstrations=True)
     except GroupFormatError as error:
         raise ConfigurationError(f"{where}: {error}; write the file with `grpo groups RUN --out FILE`") from error
-
-
-def _in_memory(table: pa.Table) -> ReadTable:
-    return ReadTable(lambda: table)
 
 
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Refused, settings: DataSettings) -> Rows:
@@ -418,8 +412,7 @@ def _hold_out(rows: Rows, questions: Hashes, settings: DataSettings) -> tuple[Ro
     in_random_order = np.unique(questions)
     if len(in_random_order) == 1:
         raise ConfigurationError(
-            f"DATASET {settings.dataset!r} has a single question with a ground truth, and at least one is held out of "
-            "training; give more questions, or a file of held-out ones as DATASET_TEST"
+            f"DATASET {settings.dataset!r} has a single question, and one is held out; give more, or a DATASET_TEST"
         )
     cut = min(len(in_random_order) - 1, max(1, round(settings.dataset_held_out * len(in_random_order))))
     is_held_out = np.isin(questions, in_random_order[:cut])

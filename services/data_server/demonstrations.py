@@ -78,8 +78,7 @@ class Demonstrator:
         """
         if tools and not self.renders_tools:
             raise UnfitConversationError(
-                "the model's chat template ignores tools; leave the column `tools` out, or give a model whose template "
-                "has them"
+                "the model's chat template ignores tools; leave the column `tools` out, or give another model"
             )
         branches: list[Branch] = []
         before = 0
@@ -104,8 +103,7 @@ class Demonstrator:
             before = number
         if not branches:
             raise UnfitConversationError(
-                "no message of the assistant after another message, so that nothing is trained; add one, or leave the "
-                "row out"
+                "no message of the assistant after another message; add the answer, or leave the row out"
             )
         return branches
 
@@ -150,30 +148,27 @@ class DemonstrationMaker:
         return [self._fields(row.number, orjson.loads(row.question)) for row in rows]
 
     def _fields(self, number: int, row: Mapping[str, Any]) -> dict[str, Any] | Refusal:
-        columns, reason = "messages" if "messages" in row else f"{self._prompt} and completion", "not to be learned"
+        where = f"row {number}, column {'messages' if 'messages' in row else f'{self._prompt} and completion'}"
+        is_recorded = "demonstrations" in row and "prompt_ids" in row
         try:
-            made = (
-                self._recorded(row)
-                if "demonstrations" in row and "prompt_ids" in row
-                else self._rendered(_without_nulls(row))
-            )
-            longest = len(made["prompt_ids"]) + max(len(d["completion_ids"]) for d in made["demonstrations"])
-            if longest > min(self._context, self._most):
-                reason, remedy = TOO_LONG, f"shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
-                if longest > self._context:
-                    remedy = f"the model's context has {self._context}: shorten the row"
-                raise UnfitConversationError(f"{longest} tokens; {remedy}")
+            made = self._recorded(row) if is_recorded else self._rendered(_without_nulls(row))
         except (UnfitConversationError, ProblemError) as error:
             detail = error.detail if isinstance(error, ProblemError) else error
-            return Refusal(reason, f"row {number}, column {columns}: {detail}")
-        return made
+            return Refusal("not to be learned", f"{where}: {detail}")
+        tokens = len(made["prompt_ids"]) + max(len(d["completion_ids"]) for d in made["demonstrations"])
+        if tokens > self._context:
+            remedy = f"the model's context has {self._context}: shorten the row"
+        elif tokens > self._most:
+            remedy = f"shorten the row, or raise MAX_PROMPT_TOKENS={self._most}"
+        else:
+            return made
+        return Refusal(TOO_LONG, f"{where}: {tokens} tokens; {remedy}")
 
     def _recorded(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a group that a run has recorded."""
         if row["tokenizer"] != self._digest:
             raise UnfitConversationError(
-                f"the tokenizer that recorded it has the digest {row['tokenizer']}, that of MODEL_NAME {self._digest}; "
-                "give the model of that run"
+                f"its tokenizer has the digest {row['tokenizer']}, MODEL_NAME's {self._digest}; give that run's model"
             )
         return {name: row[name] for name in ("prompt", "prompt_ids", "messages", "demonstrations")}
 
@@ -216,8 +211,7 @@ class DemonstrationMaker:
         prompt, completion = row.get(self._prompt), row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise UnfitConversationError(
-                "messages, but PROMPT_STYLE is plain; give texts as prompt and completion, or a model with a chat "
-                "template"
+                "messages need a chat model; give prompt and completion as texts, or such a model"
             )
         branch = Branch(self._maker.token_ids([prompt])[0])
         end, answer = self._tokenizer.eos_token_id, self._prompts.codec.encode(completion)

@@ -1,4 +1,4 @@
-"""Datasets that are generated: arithmetic, seeds of episodes, and the questions of reasoning-gym.
+"""Datasets that are generated: arithmetic, seeds of episodes, questions of reasoning-gym; and Harbor tasks as rows.
 
 Each generator returns training and held-out rows as tables with the text columns question and answer, and perhaps
 ground_truth (otherwise read from the answers) and category.
@@ -12,12 +12,12 @@ import json
 import math
 import os
 import random
-import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, TypeVar
 
@@ -26,15 +26,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
+from services.core.files import read_from, read_records
 from services.core.logs import get_logger
 from services.core.processes import describe_exit
-from services.data_server.settings import DataSettings
+from services.data_server.harbor import read_tasks
+from services.data_server.settings import HARBOR, DataSettings
 from services.protocol.ground_truths import REASONING_GYM
 
 log = get_logger(__name__)
 
-Tables = tuple[pa.Table, pa.Table]
-"""Training and held-out rows."""
+Tables = tuple[pa.Table, pa.Table | None]
+"""Training rows, and held-out ones if there is a split of them."""
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -119,11 +121,8 @@ class _ArithmeticConfig(BaseModel):
 
 def _arithmetic_tables(settings: DataSettings, _refused: Counter[str]) -> Tables:
     config = _read_config(settings, _ArithmeticConfig, '{"digits": [1, 2], "operations": "+-"}')
-    train, held_out = (
-        pa.Table.from_pylist([vars(question) for question in split])
-        for split in arithmetic_questions(**vars(config), seed=settings.data_seed)
-    )
-    return train, held_out
+    train, held_out = arithmetic_questions(**vars(config), seed=settings.data_seed)
+    return pa.Table.from_pylist([*map(vars, train)]), pa.Table.from_pylist([*map(vars, held_out)])
 
 
 def _read_config(settings: DataSettings, form: type[Config], example: str) -> Config:
@@ -136,10 +135,9 @@ def _read_config(settings: DataSettings, form: type[Config], example: str) -> Co
         return form.model_validate_json(settings.dataset_config or "{}")
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
         raise ConfigurationError(
-            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{': ' if where else ''}{first['msg']}; "
-            f"write JSON such as {example}"
+            f"DATASET_CONFIG {settings.dataset_config!r}: {where}{first['msg']}; write JSON such as {example}"
         ) from error
 
 
@@ -150,22 +148,16 @@ HELD_OUT_SEEDS = range(10_000, 11_000)
 
 def _seed_tables(_settings: DataSettings, _refused: Counter[str]) -> Tables:
     """Return seeds as prompts, for ROLLOUT=environment: an episode begins with a seed instead of a question."""
-    train, held_out = (
-        pa.table(
-            {
-                "question": [f"The episode of seed {seed}" for seed in split],
-                "answer": [str(seed) for seed in split],
-                "ground_truth": [str(seed) for seed in split],
-            }
-        )
-        for split in (TRAINING_SEEDS, HELD_OUT_SEEDS)
-    )
-    return train, held_out
+    return _seeds(TRAINING_SEEDS), _seeds(HELD_OUT_SEEDS)
+
+
+def _seeds(seeds: range) -> pa.Table:
+    numbers = [str(seed) for seed in seeds]
+    questions = [f"The episode of seed {number}" for number in numbers]
+    return pa.table({"question": questions, "answer": numbers, "ground_truth": numbers})
 
 
 REASONING_INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
-
-_GENERATOR = re.compile(r"\w+")
 
 
 class _ReasoningConfig(BaseModel):
@@ -188,7 +180,11 @@ def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
     Raises:
         ConfigurationError: the package is missing, or DATASET or DATASET_CONFIG is wrong.
     """
-    rows = _generate_reasoning(_reasoning_plan(settings), refused)
+    example = '{"size": 1000, "levels": [0, 1], "chain_sum": {"max_terms": 3}}'
+    config = _read_config(settings, _ReasoningConfig, example)
+    generator = settings.dataset.removeprefix(REASONING_GYM)
+    plan = {"generator": generator, "parameters": config.model_extra, "seed": settings.data_seed}
+    rows = _generate_reasoning(plan | {"size": config.size, "levels": config.levels}, refused)
     texts = {row["question"] for row in rows}
     in_random_order = sorted(texts, key=lambda text: hashlib.blake2b(f"{settings.data_seed} {text}".encode()).digest())
     held_out = set(in_random_order[: max(1, round(settings.dataset_held_out * len(texts)))])
@@ -198,30 +194,11 @@ def _reasoning_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
     return pa.Table.from_pylist(train, schema), pa.Table.from_pylist(list(test.values()), schema)
 
 
-def _reasoning_plan(settings: DataSettings) -> dict[str, Any]:
-    """Return the fields of ``reasoning_questions.Plan``."""
-    generator = settings.dataset.removeprefix(REASONING_GYM)
-    if not _GENERATOR.fullmatch(generator):
-        raise ConfigurationError(
-            f"DATASET {settings.dataset!r}: {generator!r} is not the name of a generator; write {REASONING_GYM}NAME, "
-            "and mix several by SOURCES"
-        )
-    example = '{"size": 1000, "levels": [0, 1], "chain_sum": {"max_terms": 3}}'
-    config = _read_config(settings, _ReasoningConfig, example)
-    return {
-        "generator": generator,
-        "size": config.size,
-        "levels": config.levels,
-        "parameters": config.model_extra,
-        "seed": settings.data_seed,
-    }
-
-
 def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dict[str, str]]:
+    """Return the questions of a ``reasoning_questions.Plan``."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigurationError(
-            f"DATASET {REASONING_GYM}... needs reasoning-gym, which is not installed; run: "
-            f"{install_command('data', 'reasoning-gym')}"
+            f"DATASET {REASONING_GYM} needs reasoning-gym; run: {install_command('data', 'reasoning-gym')}"
         )
     log.info("generating questions", of=plan["size"])
     done = subprocess.run(
@@ -234,9 +211,7 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
         check=False,
     )
     if done.returncode != 0:
-        raise ConfigurationError(
-            f"the generator of reasoning-gym's questions {describe_exit(done.returncode)}; see its error above"
-        )
+        raise ConfigurationError(f"the generator of questions {describe_exit(done.returncode)}; see its error above")
     records = [json.loads(line) for line in done.stdout.splitlines()]
     if records and "error" in records[0]:
         raise ConfigurationError(records[0]["error"])
@@ -248,9 +223,70 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
     return rows
 
 
+CHECKS = "tasks-check.jsonl"
+"""The file beside the tasks into which ``grpo tasks check`` writes its verdicts."""
+_TASK_SCHEMA = pa.schema([(name, pa.string()) for name in ("question", "ground_truth", "category")])
+
+
+def checks_file(dataset: str) -> Path:
+    """Return the file with the verdicts of ``grpo tasks check`` on the tasks of a dataset."""
+    place = Path(dataset.removeprefix(HARBOR)).expanduser()
+    return place.with_name(f"{place.name}.{CHECKS}") if place.is_file() else place / CHECKS
+
+
+def read_checks(dataset: str) -> dict[str, dict[str, Any]]:
+    """Return the verdicts by the digest of their task; the last one of each.
+
+    Raises:
+        DamagedFileError: a line of the file cannot be read.
+    """
+    path = checks_file(dataset)
+    with read_from(path):
+        return {record["digest"]: record for record in read_records(path)}
+
+
+def _task_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
+    """Return the tasks that have passed ``grpo tasks check`` as rows, and the held-out ones of DATASET_TEST.
+
+    A row's ground truth is the number of its task. ``refused`` counts the tasks that are left out, by reason.
+
+    Raises:
+        ConfigurationError: there is no task, or none has passed.
+    """
+    table = _task_table(settings.dataset, refused)
+    held_out = settings.dataset_test
+    return table, None if held_out is None else _task_table(f"{HARBOR}{held_out}", refused)
+
+
+def _task_table(dataset: str, refused: Counter[str]) -> pa.Table:
+    tasks, reasons = read_tasks(dataset)
+    checks = read_checks(dataset)
+    left_out = {name: (f"cannot be done: {error.kind}", str(error)) for name, error in reasons.items()}
+    rows = []
+    for number, task in tasks.items():
+        check = checks.get(task.digest)
+        if check is None or not check.get("passes"):
+            why = "was not checked" if check is None else f"did not pass: {check.get('reason')}"
+            left_out[task.name] = (why, "" if check is None else str(check.get("detail", "")))
+            continue
+        row = {"question": task.steps[0].instruction, "ground_truth": str(number), "category": task.category}
+        rows.append(row)
+    for name, (reason, detail) in left_out.items():
+        refused[reason] += 1
+        log.warning("a task is left out", task=name, reason=reason, detail=detail or None)
+    if not rows:
+        counted = Counter(reason for reason, _ in left_out.values())
+        why = ", ".join(f"{count} {reason}" for reason, count in counted.items())
+        raise ConfigurationError(
+            f"no task of DATASET {dataset!r} has passed ({why}); run `grpo tasks check {dataset.removeprefix(HARBOR)}`"
+        )
+    return pa.Table.from_pylist(rows, _TASK_SCHEMA)
+
+
 TABLES: dict[str, Callable[[DataSettings, Counter[str]], Tables]] = {
     "arithmetic": _arithmetic_tables,
     "seeds": _seed_tables,
     REASONING_GYM: _reasoning_tables,
+    HARBOR: _task_tables,
 }
 """The generators by their name in settings.GENERATORS. They count rows that they could not make, by reason."""

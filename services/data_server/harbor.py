@@ -141,6 +141,7 @@ class Task(BaseModel, frozen=True):
     """The directories that its programs may write to, the working directory first."""
     steps: tuple[Step, ...]
     reward_strategy: Literal["mean", "final"] = Field("mean", validation_alias=_in_toml("multi_step_reward_strategy"))
+    """The reward is the mean over the steps, or that of the last one."""
     solution_environment: _Variables = Field({}, validation_alias=_in_toml("solution.env"))
     memory_mb: _Size | None = Field(None, validation_alias=_in_toml("environment.memory_mb", "environment.memory"))
     disk_mb: _Size | None = Field(None, validation_alias=_in_toml("environment.storage_mb", "environment.storage"))
@@ -150,11 +151,6 @@ class Task(BaseModel, frozen=True):
     category: _Text | None = Field(None, validation_alias=_in_toml("metadata.category", "metadata.difficulty"))
     notes: tuple[str, ...]
     """The parts of the task that a box leaves out, and the keys that the format does not have."""
-
-    @property
-    def takes_last(self) -> bool:
-        """True if the reward is that of the last step; otherwise it is the mean over the steps."""
-        return self.reward_strategy == "final"
 
     @property
     def number(self) -> int:

@@ -46,28 +46,22 @@ def _look(settings: DataSettings, source: Source) -> dict[str, Any]:
         return {}
     dataset = load(settings, source, own_process=True, first=FIRST_ROWS if on_hub else None)
     train, held_out = (len(dataset.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
-    refused = {
-        reason
-        if (number := dataset.rows.first_refused.get(reason)) is None
-        else f"{reason} (first row {number})": count
-        for reason, count in dataset.left_out.items()
-        if count
-    }
+    first = dataset.rows.first_refused
+    left_out = {reason: count for reason, count in dataset.left_out.items() if count}
+    refused = {f"{r} (first row {first[r]})" if r in first else r: count for r, count in left_out.items()}
     if "--items" in sys.argv:
-        _write_items(dataset, Path(sys.argv[sys.argv.index("--items") + 1]))
+        _write_items(dataset, source.name, Path(sys.argv[sys.argv.index("--items") + 1]))
     return {"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}
 
 
-def _write_items(dataset: Dataset, path: Path) -> None:
+def _write_items(dataset: Dataset, source: str, path: Path) -> None:
     """Write a line for each prompt: its id, what a reward gets of the ground truth as its answer, and its tokens."""
     catalogue = dataset.catalogues[Split.TRAIN]
     with path.open("a", encoding="utf-8") as file:
         for place in range(len(catalogue)):
             if (prompt := catalogue.record(place)) is not None:
                 truth, row = prompt["ground_truth"], catalogue.row(place).get("row")
-                item = RewardItem(
-                    prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=dataset.source
-                )
+                item = RewardItem(prompt=prompt["prompt"], response=truth, ground_truth=truth, row=row, source=source)
                 file.write(json.dumps([prompt["id"], item.model_dump(mode="json"), len(prompt["prompt_ids"])]) + "\n")
 
 

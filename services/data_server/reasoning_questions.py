@@ -81,52 +81,42 @@ def questions(plan: Plan) -> Iterator[Question | str]:
     """
     _check_names(plan)
     levels = _levels_of(plan.generator, plan.levels)
-    parts = [_Part.of(plan, level, max(1, round(plan.size / len(levels)))) for level in levels]
-    for part in parts:
-        yield from map(part.question, range(part.size))
+    size = max(1, round(plan.size / len(levels)))
+    for level, dataset, parameters in [(level, *_made(plan, level, size)) for level in levels]:
+        for index in range(size):
+            random.seed(index)  # For the few generators that draw from Python's global generator.
+            # A generator that gives up on one question, or holds what JSON cannot, still has others.
+            try:
+                entry = dataset[index]
+                truth = Entry(plan.generator, parameters, entry).to_json()
+            except Exception as error:  # noqa: BLE001
+                yield f"{plan.generator}: {type(error).__name__}: {error}"
+                continue
+            answer = "" if entry["answer"] is None else f"<answer>{entry['answer']}</answer>"
+            category = plan.generator if level is None else f"{plan.generator} {level}"
+            yield Question(str(entry["question"]), answer, truth, category)
 
 
-@dataclass
-class _Part:
-    """The questions of one level."""
+def _made(plan: Plan, level: int | None, size: int) -> tuple[Any, dict[str, Any]]:
+    """Return the questions of a level, and the parameters that differ from the generator's defaults.
 
-    generator: str
-    level: int | None
-    dataset: Any
-    parameters: dict[str, Any]
-    size: int
-
-    @classmethod
-    def of(cls, plan: Plan, level: int | None, size: int) -> _Part:
-        """Return the part of a plan; PlanError if the generator refuses its parameters."""
-        name = plan.generator
-        # Questions at neighbouring seeds of reasoning-gym are the same questions moved by one.
-        digest = hashlib.blake2b(f"{plan.seed}/{name}/{level}".encode(), digest_size=4).digest()
-        parameters = {**_at_level(name, level), **plan.parameters.get(name, {})}
-        seed = int.from_bytes(digest, "big") // 2
-        try:
-            dataset = gym.create_dataset(name, **parameters, size=size, seed=seed)
-        # A generator checks its parameters by assertions, by errors of its own, or not before its use.
-        except Exception as error:
-            at_level = "" if level is None else f" at level {level}"
-            raise PlanError(
-                f"DATASET: {name}{at_level} refuses its parameters: {type(error).__name__}: {error}; correct "
-                f"DATASET_CONFIG (it has {', '.join(_fields(name))})"
-            ) from error
-        return cls(name, level, dataset, _changed(name, parameters), size)
-
-    def question(self, index: int) -> Question | str:
-        """Return a question, or the reason why it cannot be made."""
-        random.seed(index)  # For the few generators that draw from Python's global generator.
-        # A generator that gives up on one question, or holds what JSON cannot, still has others.
-        try:
-            entry = self.dataset[index]
-            truth = Entry(self.generator, self.parameters, entry).to_json()
-        except Exception as error:  # noqa: BLE001
-            return f"{self.generator}: {type(error).__name__}: {error}"
-        answer = "" if entry["answer"] is None else f"<answer>{entry['answer']}</answer>"
-        category = self.generator if self.level is None else f"{self.generator} {self.level}"
-        return Question(str(entry["question"]), answer, truth, category)
+    Raises:
+        PlanError: the generator refuses its parameters.
+    """
+    name = plan.generator
+    # Questions at neighbouring seeds of reasoning-gym are the same questions moved by one.
+    digest = hashlib.blake2b(f"{plan.seed}/{name}/{level}".encode(), digest_size=4).digest()
+    parameters = {**_at_level(name, level), **plan.parameters.get(name, {})}
+    seed = int.from_bytes(digest, "big") // 2
+    try:
+        return gym.create_dataset(name, **parameters, size=size, seed=seed), _changed(name, parameters)
+    # A generator checks its parameters by assertions, by errors of its own, or not before its use.
+    except Exception as error:
+        at_level = "" if level is None else f" at level {level}"
+        raise PlanError(
+            f"DATASET: {name}{at_level} refuses its parameters: {type(error).__name__}: {error}; correct "
+            f"DATASET_CONFIG (it has {', '.join(_fields(name))})"
+        ) from error
 
 
 def _check_names(plan: Plan) -> None:
@@ -134,7 +124,8 @@ def _check_names(plan: Plan) -> None:
     if plan.generator not in names:
         close = difflib.get_close_matches(plan.generator, names, _CLOSE_NAMES, cutoff=0.5)
         hint = f"close are {', '.join(close)}" if close else f"it has {', '.join(names)}"
-        raise PlanError(f"DATASET: reasoning-gym has no generator {plan.generator!r}; {hint}")
+        form = "write reasoning_gym:NAME, and mix several by SOURCES"
+        raise PlanError(f"DATASET: reasoning-gym has no generator {plan.generator!r}; {hint}; {form}")
     if others := plan.parameters.keys() - {plan.generator}:
         raise PlanError(f"DATASET_CONFIG has {', '.join(sorted(others))}, but DATASET names {plan.generator}")
 

@@ -87,18 +87,16 @@ def choose_columns(names: Sequence[str], where: str, settings: DataSettings) -> 
         ConfigurationError: the dataset lacks a column, also one that a reward function or AGENT_COLUMNS needs.
     """
     check_columns(names, where, settings)
+    category = {CATEGORY: CATEGORY} if CATEGORY in names else {}
     if has_demonstrations(names, settings):
-        found = (name for name in (settings.ground_truth_column, *_ANSWER) if name and name in names)
-        columns = {"answer": next(found, None), CATEGORY: CATEGORY if CATEGORY in names else None}
-        return {name: column for name, column in columns.items() if column is not None}
+        answers = (name for name in (settings.ground_truth_column, *_ANSWER) if name and name in names)
+        return ({"answer": answer} if (answer := next(answers, None)) else {}) | category
     chosen = {"question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION)}
     if settings.needs_truth or settings.ground_truth_column is not None or set(_ANSWER).intersection(names):
         if list(names) == [*chosen.values()] and settings.ground_truth_column is None:
-            raise ConfigurationError(
-                f"{where} has no column but {names[0]!r}; add one with the answers, such as 'answer'"
-            )
+            raise ConfigurationError(f"{where} has the column {names[0]!r} alone; add one with the answers")
         chosen["answer"] = _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER)
-    return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})
+    return chosen | category
 
 
 def has_demonstrations(names: Sequence[str], settings: DataSettings) -> bool:
@@ -471,8 +469,7 @@ def _json_text(value: Any, name: str) -> str:
         raise ValueError(f"holds {type(value).__name__}; set {COLUMN_SETTINGS[name]} to a column of text or numbers")
     if isinstance(value, float) and not abs(value) < EXACT:
         raise ValueError(
-            f"has {value!r}: a number with a fraction or an exponent does not keep every digit from 2^53 on; write it "
-            "as a whole number, or as text"
+            f"has {value!r}, which does not keep every digit from 2^53 on; write it as a whole number, or as text"
         )
     if isinstance(value, int) or value.is_integer():
         return str(int(value))

@@ -16,8 +16,8 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
 from services.environment_server.environments import Tasks
-from services.environment_server.episodes import MAX_STUCK, EpisodeTable
-from services.environment_server.openenv_server import Host, add_openenv_routes
+from services.environment_server.episodes import MAX_STUCK, EpisodeTable, Hosted
+from services.environment_server.openenv_server import add_openenv_routes
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app
 from services.http.client import RequestRefusedError
@@ -28,7 +28,6 @@ from services.protocol.base import Health
 log = get_logger(__name__)
 
 SERVICE = "environment-server"
-MAX_BODY_BYTES = 16 * 2**20
 SWEEP_SECONDS = 1.0
 IDLE_SECONDS = 300.0
 """An episode that was not stepped for this time is dropped: its client is gone. A head's restart takes less."""
@@ -40,11 +39,10 @@ PAUSE_SECONDS = 2.0
 
 
 class Server:
-    """The state behind the routes. ``table`` and ``openenv`` exist while the server runs."""
+    """The state behind the routes. ``table`` exists while the server runs."""
 
     table: EpisodeTable
-    openenv: Host
-    hosted: dict[str, tuple[MakeEnvironment, wire.EnvironmentInfo]]
+    hosted: dict[str, Hosted]
     """The environments by the source that plays them; "" has the first, which OpenEnv's clients and a head play."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -74,7 +72,6 @@ class Server:
             stack.push_async_callback(self.table.end)
             for _, _, made in opened.values():
                 self.table.release(made)
-            self.openenv = Host(self.table, make if isinstance(make, Tasks) else None)
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table).playing())
@@ -109,7 +106,7 @@ class Server:
             "active": len(self.table.active),
             "episodes": self.table.counts,
             "stuck": self.table.stuck,
-            "openenv_sessions": self.openenv.sessions,
+            "openenv_sessions": self.table.sockets,
             "push": None if self.player is None else self.player.stats(),
         }
 
@@ -126,7 +123,7 @@ class Server:
             make, info = self.hosted[request.source]
             if isinstance(make, Tasks) and request.split is not None:
                 make = make.maker(request.split)
-            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make, info))
+            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, (make, info)))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply
             if len(self._replies) > KEPT_REPLIES:
@@ -162,14 +159,12 @@ class Player:
         self._reports: list[wire.FinishedEpisode] = []
         """Episodes that have ended since the last request to the head."""
         self._begun = 0
-        self._finished = 0
-        self._lost = 0
+        self._counts = {"finished": 0, "lost": 0}
         self._trouble: str | None = None
 
     def stats(self) -> dict[str, Any]:
         """Return counts, and as ``trouble`` why episodes do not continue at the moment."""
-        counts = {"finished": self._finished, "lost": self._lost}
-        return {"head": self._head.url, **counts, "trouble": self._trouble}
+        return {"head": self._head.url, **self._counts, "trouble": self._trouble}
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[Player]:
@@ -234,11 +229,11 @@ class Player:
     async def _settle(self, episode: Episode) -> None:
         """Count an episode, and report it to the head if it has ended."""
         if episode.has_ended:
-            self._finished += 1
+            self._counts["finished"] += 1
             self._reports.append(episode.report)
         else:
             # It is not played again, because the same action would be refused again.
-            self._lost += 1
+            self._counts["lost"] += 1
             self._report(f"an episode was given up: {episode.detail}")
 
     def _report(self, trouble: str) -> None:
@@ -257,7 +252,6 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         health=lambda: server.health,
         stats=server.stats,
         description=__doc__ or "",
-        max_body_bytes=MAX_BODY_BYTES,
     )
 
     @app.post("/reset")
@@ -276,5 +270,5 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         closed = await server.table.close(request.episodes)
         return wire.CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed)
 
-    add_openenv_routes(app, settings.token, lambda: server.openenv)
+    add_openenv_routes(app, settings.token, lambda: server.table)
     return app

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -89,16 +88,13 @@ class GymnasiumEnvironment:
 
         Raises:
             ActionRefusedError: it does not fit.
-            EnvironmentBrokenError: the observation is not of its space, or the reward is not finite.
+            EnvironmentBrokenError: the observation is not of its space.
             Exception: any error of the environment.
         """
         observation, reward, terminated, truncated, _ = self._environment.step(self._decoded(action))
-        value = float(reward)
-        if not math.isfinite(value):
-            raise EnvironmentBrokenError(f"the environment gave the reward {value}")
         if self._messages is not None:
             self._messages.append({"role": "assistant", "content": str(action)})
-        return Transition(self._state_of(observation), value, bool(terminated), bool(truncated))
+        return Transition(self._state_of(observation), float(reward), bool(terminated), bool(truncated))
 
     def close(self) -> None:
         """Close the environment."""

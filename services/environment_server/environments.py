@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.http.problems import ProblemError
@@ -49,46 +48,6 @@ class Transition:
     figures: Mapping[str, float] = field(default_factory=dict)
     seat: int = 0
     rewards: tuple[float, ...] = ()
-
-
-def result_of(
-    outcome: Transition, info: wire.EnvironmentInfo, episode: str, steps: int, episode_return: float
-) -> wire.StepResult:
-    """Return the result of the action after which an episode has ``steps`` actions and ``episode_return`` before it.
-
-    Raises:
-        EnvironmentBrokenError: a reward is not finite, the rewards and the seat do not fit the environment's seats, or
-            the value of the state is not a number or a list.
-        ValueError: another value does not fit.
-    """
-    seats, rewards = info.seats, outcome.rewards
-    if not math.isfinite(outcome.reward):
-        raise EnvironmentBrokenError(f"the environment gave the reward {outcome.reward}")
-    if not isinstance(outcome.state, float | int | list):
-        raise EnvironmentBrokenError(f"the environment gave {type(outcome.state).__name__} as state")
-    seat_members: dict[str, Any] = {}
-    if seats > 1:
-        if len(rewards) != seats or rewards[0] != outcome.reward or not 0 <= outcome.seat < seats:
-            raise EnvironmentBrokenError(
-                f"the environment has {seats} seats and gave the rewards {rewards}, the reward {outcome.reward} of "
-                f"seat 0, and the turn to seat {outcome.seat}"
-            )
-        seat_members = {"seat": outcome.seat, "rewards": list(rewards)}
-    if outcome.terminated:
-        status = wire.StepStatus.TERMINATED
-    else:
-        status = wire.StepStatus.TRUNCATED if outcome.truncated or steps >= info.max_steps else wire.StepStatus.RUNNING
-    # Validation costs a fifth of model_construct, which fills in defaults in Python.
-    return wire.StepResult(
-        episode=episode,
-        status=status,
-        state=outcome.state,
-        reward=outcome.reward,
-        steps=steps,
-        episode_return=episode_return + outcome.reward,
-        figures=dict(outcome.figures),
-        **seat_members,
-    )
 
 
 class Conversation(ABC):
@@ -147,22 +106,14 @@ class Tasks(ABC):
             ProblemError: the split or the task does not exist.
         """
         name = next((name for name, size in self.splits.items() if size), "") if split is None else split
-        size = self.size(name)
+        if name not in self.splits:
+            raise ProblemError(400, f"split is {name[:60]!r}; there are {', '.join(self.splits)}")
+        size = self.splits[name]
         if index is None:
             return lambda seed: self.make(name, random.Random(seed).randrange(size))
         if index >= size:
             raise ProblemError(400, f"index is {index}; {name} has {size} tasks")
         return lambda _seed: self.make(name, index)
-
-    def size(self, split: str) -> int:
-        """Return the number of tasks of a split.
-
-        Raises:
-            ProblemError: the split does not exist.
-        """
-        if split not in self.splits:
-            raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
-        return self.splits[split]
 
     @abstractmethod
     def make(self, split: str, index: int) -> Conversation:

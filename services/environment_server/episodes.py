@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -24,7 +25,6 @@ from services.environment_server.environments import (
     EnvironmentBrokenError,
     EnvironmentHungError,
     Transition,
-    result_of,
     why_failed,
 )
 from services.environment_server.runner import Runner
@@ -46,6 +46,10 @@ MAX_STUCK = 8
 """More hung threads than this make the server unhealthy: only a restart frees them."""
 KEPT_ENDED = 10_000
 """Ended episodes of which the last result is kept for clients that ask for it again."""
+
+
+Hosted = tuple[MakeEnvironment, wire.EnvironmentInfo]
+"""A function that makes the environment of an episode, and the environment's description."""
 
 
 @dataclass
@@ -81,9 +85,11 @@ class EpisodeTable:
         self.info = info
         self.instance = secrets.token_hex(16)
         """Tells this table from those of other servers and of former processes."""
-        self._make = make
+        self.make = make
         self._runner = Runner(step_seconds)
         self.active: dict[str, HeldEpisode] = {}
+        self.sockets = 0
+        """Sockets of OpenEnv's clients that are open."""
         self._beginning = 0
         self._ended: OrderedDict[str, wire.StepResult] = OrderedDict()
         self.counts = dict.fromkeys(_COUNTERS, 0)
@@ -93,16 +99,10 @@ class EpisodeTable:
         """Environments that hang."""
         return self._runner.stuck
 
-    async def reset(
-        self,
-        count: int,
-        seed: int | None,
-        make: MakeEnvironment | None = None,
-        info: wire.EnvironmentInfo | None = None,
-    ) -> wire.ResetReply:
+    async def reset(self, count: int, seed: int | None, hosted: Hosted | None = None) -> wire.ResetReply:
         """Begin ``count`` episodes, the i-th with ``seed`` + i; without a seed, draw one.
 
-        ``make`` makes their environments, for episodes of one task or of another environment, which has ``info``.
+        They are of the table's environment, unless another one is ``hosted``.
 
         Raises:
             ProblemError: the table has no room for the episodes, or the environment fails.
@@ -111,16 +111,15 @@ class EpisodeTable:
             raise ProblemError(503, f"{self.stuck} environments hang; this server has to be restarted")
         free = MAX_EPISODES - len(self.active) - self._beginning
         if count > free:
-            raise ProblemError(
-                429,
-                f"{count} episodes asked for, {max(free, 0)} of {MAX_EPISODES} free; end some, or ask another server",
-                {"Retry-After": "1"},
+            detail = (
+                f"{count} episodes asked for, {max(free, 0)} of {MAX_EPISODES} free; end some, or ask another server"
             )
+            raise ProblemError(429, detail, {"Retry-After": "1"})
         first = secrets.randbelow(2**31) if seed is None else seed
-        info = info or self.info
+        make, info = hosted or (self.make, self.info)
         self._beginning += count
         try:
-            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make, info)
+            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make, info)
         finally:
             self._beginning -= count
         return wire.ResetReply.model_construct(environment=info, episodes=starts, instance=self.instance)
@@ -142,12 +141,10 @@ class EpisodeTable:
                 if seed in environments and not isinstance(outcome, EnvironmentHungError):
                     self.release(environments[seed])
             error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
-            is_away = isinstance(error, DependencyLostError)
-            raise ProblemError(
-                503 if is_away else 422,
-                f"{info.id!r} cannot be begun: {why_failed(error)}",
-                {"Retry-After": "5"} if is_away else None,
-            )
+            detail = f"{info.id!r} cannot be begun: {why_failed(error)}"
+            if isinstance(error, DependencyLostError):
+                raise ProblemError(503, detail, {"Retry-After": "5"})
+            raise ProblemError(422, detail)
         for start in starts:
             self.active[start.episode] = HeldEpisode(start.episode, environments[start.seed], info, time.monotonic())
             self._count("begun")
@@ -201,7 +198,7 @@ class EpisodeTable:
         if isinstance(outcome, Exception):
             return outcome
         try:
-            return _written(result_of(outcome, episode.info, episode.id, episode.steps + 1, episode.episode_return))
+            return _written(_result_after(episode, outcome))
         except EnvironmentBrokenError as error:
             return error
         # Environments are other people's code and may give anything.
@@ -287,6 +284,44 @@ def _start_of(info: wire.EnvironmentInfo, seed: int, state: wire.State | Excepti
         return _written(wire.EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat))
     except ValueError:
         return EnvironmentBrokenError(f"the environment gave {state!r:.60} as its first state")
+
+
+def _result_after(episode: HeldEpisode, outcome: Transition) -> wire.StepResult:
+    """Return the result of the next action of an episode.
+
+    Raises:
+        EnvironmentBrokenError: a reward is not finite, the rewards and the seat do not fit the environment's seats, or
+            the value of the state is not a number or a list.
+        ValueError: another value does not fit.
+    """
+    info, rewards, steps = episode.info, outcome.rewards, episode.steps + 1
+    if not math.isfinite(outcome.reward):
+        raise EnvironmentBrokenError(f"the environment gave the reward {outcome.reward}")
+    if not isinstance(outcome.state, float | int | list):
+        raise EnvironmentBrokenError(f"the environment gave {type(outcome.state).__name__} as state")
+    seat_members: dict[str, Any] = {}
+    if info.seats > 1:
+        if len(rewards) != info.seats or rewards[0] != outcome.reward or not 0 <= outcome.seat < info.seats:
+            raise EnvironmentBrokenError(
+                f"the environment has {info.seats} seats and gave the rewards {rewards}, the reward {outcome.reward} "
+                f"of seat 0, and the turn to seat {outcome.seat}"
+            )
+        seat_members = {"seat": outcome.seat, "rewards": list(rewards)}
+    if outcome.terminated:
+        status = wire.StepStatus.TERMINATED
+    else:
+        status = wire.StepStatus.TRUNCATED if outcome.truncated or steps >= info.max_steps else wire.StepStatus.RUNNING
+    # Validation costs a fifth of model_construct, which fills in defaults in Python.
+    return wire.StepResult(
+        episode=episode.id,
+        status=status,
+        state=outcome.state,
+        reward=outcome.reward,
+        steps=steps,
+        episode_return=episode.episode_return + outcome.reward,
+        figures=dict(outcome.figures),
+        **seat_members,
+    )
 
 
 Written = TypeVar("Written", bound=BaseModel)

@@ -131,7 +131,7 @@ def _answer(expression: str) -> str:
         return f"the calculator says: {error}"
 
 
-class CalculationError(ValueError):
+class CalculationError(Exception):
     """An expression that cannot be calculated; the message says why, in words for the model."""
 
 
@@ -150,8 +150,6 @@ def calculate(expression: str) -> str:
         return str(value) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0").rstrip(".")
     except ZeroDivisionError as error:
         raise CalculationError("division by zero") from error
-    except CalculationError:
-        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         raise CalculationError(f"{expression!r} cannot be calculated") from error
 

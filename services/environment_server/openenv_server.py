@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import orjson
@@ -54,21 +53,11 @@ class Message(StrictModel):
     data: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass
-class Host:
-    """The environment that OpenEnv's clients play: its episodes, and its ``tasks`` where it has any."""
-
-    table: EpisodeTable
-    tasks: Tasks | None
-    sessions: int = 0
-    """The sockets that are open."""
-
-
 class Session:
     """The episodes of one socket, one at a time."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, table: EpisodeTable) -> None:
+        self._table = table
         self._episode: Episode | None = None
         self._episode_id: str | None = None
         """The episode's id as the client knows it, who may choose it."""
@@ -92,7 +81,7 @@ class Session:
     async def close(self) -> None:
         """End the episode."""
         if self._episode is not None:
-            await self._host.table.close([self._episode.id])
+            await self._table.close([self._episode.id])
         self._episode = self._episode_id = None
 
     async def _answer(self, message: Message) -> dict[str, Any]:
@@ -108,22 +97,22 @@ class Session:
 
     async def _reset(self, request: ResetData) -> dict[str, Any]:
         """Begin an episode in place of the last one, and return its first observation."""
-        info, tasks, make = self._host.table.info, self._host.tasks, None
+        info, tasks, hosted = self._table.info, self._table.make, None
         if info.seats > 1:
             raise ProblemError(400, f"{info.id} has {info.seats} seats, and OpenEnv's sessions one; use POST /reset")
         if request.split is not None or request.index is not None:
-            if tasks is None:
+            if not isinstance(tasks, Tasks):
                 raise ProblemError(400, f"{info.id} has no tasks; leave out split and index")
-            make = tasks.maker(request.split, request.index)
+            hosted = tasks.maker(request.split, request.index), info
         await self.close()
-        reply = await self._host.table.reset(1, request.seed, make)
+        reply = await self._table.reset(1, request.seed, hosted)
         self._episode = Episode.begun(reply.episodes[0], reply.environment)
         self._episode_id = request.episode_id or self._episode.id
         return self._observe(self._episode, None, None)
 
     async def _step(self, data: dict[str, Any]) -> dict[str, Any]:
         """Take an action, and return the observation after it; an action that does not fit changes nothing."""
-        episode, table = self._episode, self._host.table
+        episode, table = self._episode, self._table
         if episode is None:
             raise ProblemError(409, "no episode has begun; send reset first")
         [result] = await table.step([episode.step_with(_decode_action(table.info.action, data))])
@@ -139,7 +128,7 @@ class Session:
         is_truncated = episode.status is wire.StepStatus.TRUNCATED
         counts = {"episode_id": self._episode_id, "step_count": episode.steps, "truncated": is_truncated}
         observation: dict[str, Any] = {"state": episode.state}
-        if self._host.table.info.state.kind is wire.StateKind.MESSAGES:
+        if self._table.info.state.kind is wire.StateKind.MESSAGES:
             assert isinstance(episode.state, list)
             added = episode.state
             if isinstance(before, list) and added[: len(before)] == before:
@@ -150,18 +139,18 @@ class Session:
         return {"observation": observation, "reward": reward, "done": episode.has_ended, "metadata": counts}
 
 
-def add_openenv_routes(app: FastAPI, token: str | None, host: Callable[[], Host]) -> None:
-    """Add OpenEnv's routes to a service; ``host`` returns the server's environment once it is ready."""
+def add_openenv_routes(app: FastAPI, token: str | None, table: Callable[[], EpisodeTable]) -> None:
+    """Add OpenEnv's routes to a service; ``table`` returns the server's episodes once it is ready."""
 
     @app.get("/schema", tags=["openenv"])
     async def get_schema() -> dict[str, Any]:
         """Return the JSON schemas of actions, observations and state."""
-        return schemas(host().table.info)
+        return schemas(table().info)
 
     @app.get("/metadata", tags=["openenv"])
     async def get_metadata() -> dict[str, Any]:
         """Return the environment's name and the version of this server."""
-        info = host().table.info
+        info = table().info
         about = f"{info.id}: states are {info.state.kind}, an action is {info.action.kind}"
         return {"name": info.id, "description": about, "version": version()}
 
@@ -177,13 +166,13 @@ def add_openenv_routes(app: FastAPI, token: str | None, host: Callable[[], Host]
             await socket.send_denial_response(refusal)
             return
         await socket.accept()
-        await _play(socket, host())
+        await _play(socket, table())
 
 
-async def _play(socket: WebSocket, host: Host) -> None:
+async def _play(socket: WebSocket, table: EpisodeTable) -> None:
     """Answer the frames of a client until it leaves, closes its session, or reads no more."""
-    session = Session(host)
-    host.sessions += 1
+    session = Session(table)
+    table.sockets += 1
     try:
         with contextlib.suppress(WebSocketDisconnect, TimeoutError):
             while (frame := await session.answer(await socket.receive_text())) is not None:
@@ -191,7 +180,7 @@ async def _play(socket: WebSocket, host: Host) -> None:
                     await socket.send_text(bytes(JsonResponse(frame).body).decode())
             await socket.close()
     finally:
-        host.sessions -= 1
+        table.sockets -= 1
         await asyncio.shield(session.close())
 
 

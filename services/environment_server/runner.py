@@ -47,10 +47,7 @@ class Runner:
         """
         results: list[Any] = []
         while len(results) < len(jobs):
-            if inspect.iscoroutinefunction(jobs[len(results)]):
-                results.append(_call(jobs[len(results)]))
-            else:
-                results += await self._run_until_stuck(jobs[len(results) :])
+            results += await self._run_until_stuck(jobs[len(results) :])
         awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         for i, result in zip(awaited, await asyncio.gather(*(self._await(results[i]) for i in awaited)), strict=True):
             results[i] = result
@@ -221,11 +218,6 @@ def _begin_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
     if (parent := asyncio.current_task(loop)) is not None:
         task.root = getattr(parent, "root", parent)  # type: ignore[attr-defined]
     return task
-
-
-async def _call(job: Callable[[], Awaitable[Any]]) -> Any:
-    """Call a coroutine function on the event loop where its result is awaited."""
-    return await job()
 
 
 def _failure(error: BaseException) -> Exception:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -26,10 +27,10 @@ from services.environment_server.environments import Conversation, EnvironmentBr
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.chat import CalledFunction
 from services.protocol.evaluation import Action, State
-from services.reward_server.code import BoxLostError, Tests, count, fenced_blocks, tests_of
+from services.reward_server.code import Tests, count, fenced_blocks, tests_of
 from services.reward_server.settings import CodeScore, RewardSettings
 from services.sandbox.backends import BackendName, Interpreter, Layout
-from services.sandbox.box import Box, Outcome, Result, SandboxError
+from services.sandbox.box import Box, Outcome, Result, SandboxError, require_box
 from services.sandbox.kernel import Limits
 from services.sandbox.probe import choose
 
@@ -139,7 +140,7 @@ class Boxes(Tasks):
             await box.start()
         except SandboxError as error:
             raise DependencyLostError(f"a box did not start: {error}") from error
-        loaded = found(await box.load(files))
+        loaded = require_box(await box.load(files))
         if loaded.outcome is not Outcome.OK:
             await box.close()
             raise EnvironmentBrokenError(f"the files of the task cannot be written: {loaded.last_line}")
@@ -209,8 +210,17 @@ class BoxEpisode(Conversation):
         """End the box."""
         await self._tasks.on_loop(self._close())
 
+    async def _step(self, text: str) -> Transition:
+        output = await self._output_of(text)
+        self._left -= 1
+        self._messages.append({"role": "assistant", "content": text})
+        if output is not None:
+            self._messages.append({"role": "user", "content": output})
+        return await self._after(is_done=output is None, is_over=self._left == 0 or self._seconds <= 0)
+
     @abstractmethod
-    async def _step(self, text: str) -> Transition: ...
+    async def _after(self, *, is_done: bool, is_over: bool) -> Transition:
+        """Return what follows an answer, which had no program if it ``is_done``; ``is_over`` ends the episode."""
 
     @abstractmethod
     async def _close(self) -> None: ...
@@ -238,6 +248,8 @@ class Sandboxed(BoxEpisode):
     def __init__(self, tasks: Boxes, read: Any) -> None:
         super().__init__(tasks)
         self._read = read
+        if read is None:  # The agent's own limits apply.
+            self._left = sys.maxsize
         self._task: Task | None = None
         self._box: Box | None = None
 
@@ -252,33 +264,27 @@ class Sandboxed(BoxEpisode):
         if self._box is not None:
             await self._box.close()
 
-    async def _step(self, text: str) -> Transition:
-        output = await self._output_of(text)
-        self._left -= self._task is not None
-        self._messages.append({"role": "assistant", "content": text})
-        if output is not None:
-            self._messages.append({"role": "user", "content": output})
-        is_over = self._left == 0 or self._seconds <= 0
+    async def _after(self, *, is_done: bool, is_over: bool) -> Transition:
         reward = 0.0
         if self._task is None:
             # Nobody reads more: the conversation is the agent's.
             self._messages = self._messages[-1:]
-        elif output is None or is_over:
+        elif is_done or is_over:
             reward = await self._grade(self._task)
-        return Transition(list(self._messages), reward, terminated=output is None, truncated=is_over)
+        return Transition(list(self._messages), reward, terminated=is_done, truncated=is_over)
 
     async def _execute(self, tool: str, program: str) -> Result:
         limits = self._tasks.limits
         if self._box is None:
             self._box = await self._tasks.started(self._tasks.box(), self._task.files if self._task else {})
         limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, self._seconds))
-        return found(await execute(self._box, tool, program, limits))
+        return require_box(await execute(self._box, tool, program, limits))
 
     async def _grade(self, task: Task) -> float:
         """Return the reward of the box's files, by the tests in a second box."""
         tasks, files = self._tasks, task.files
         if self._box is not None:
-            saved = found(await self._box.save(SAVED_BYTES))
+            saved = require_box(await self._box.save(SAVED_BYTES))
             await self._box.close()
             files = saved if isinstance(saved, dict) else {}
         if task.file not in files:
@@ -298,8 +304,6 @@ class Sandboxed(BoxEpisode):
                 stops = tasks.rewards.code_score is CodeScore.ALL
                 module = ".".join(PurePosixPath(task.file).with_suffix("").parts)
                 passed, _ = await count(task.tests, code, run, stops=stops, module=module)
-            except BoxLostError as error:
-                raise DependencyLostError(f"the box of the tests was lost: {error}") from error
             finally:
                 await box.close()
         share = passed / len(task.tests)
@@ -314,13 +318,6 @@ async def execute(
     program, stdin = (program, b"") if len(stdin) < _ARGUMENT_BYTES else (_READ_PROGRAM[tool], stdin)
     words = [box.python if tool == "python" else tool, "-c", program]
     return await box.exec(words, stdin=stdin, limits=limits, environment=environment)
-
-
-def found(result: T) -> T:
-    """Return the result of something in a box; DependencyLostError where the box was lost."""
-    if isinstance(result, Result) and result.outcome is Outcome.INFRASTRUCTURE:
-        raise DependencyLostError(f"the box was lost: {result.last_line or 'its processes were killed'}")
-    return result
 
 
 @asynccontextmanager

@@ -15,8 +15,7 @@ from services.core.errors import first_line
 from services.data_server.harbor import Task
 from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.harbor import HarborTasks
-from services.environment_server.trials import SOLUTION, Trial
-from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards
+from services.environment_server.trials import SOLUTION, VERDICTS, NoRewardError, Rewards, Trial
 from services.sandbox.box import Files
 
 ATTEMPTS = 2

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from statistics import fmean
 from types import MappingProxyType
 
+from services.core.errors import first_line
 from services.data_server.harbor import HOME, Step, Task
-from services.environment_server.environments import Transition
-from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute, found
-from services.environment_server.verdicts import VERDICTS, NoRewardError, Rewards, merged, read_rewards, verdict_files
+from services.environment_server.environments import EnvironmentBrokenError, Transition
+from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute
 from services.sandbox.backends import Layout
-from services.sandbox.box import Box, Files, Outcome, Result
+from services.sandbox.box import Box, Files, Outcome, Result, require_box
 from services.sandbox.kernel import Limits
+from services.sandbox.zygote import MOST_FILES
 
+Rewards = dict[str, float]
+"""The rewards of a verdict by name; ``reward`` is the one that counts."""
+
+VERDICTS = "/logs/verifier"
+"""The directory of the reward files in a box of tests."""
+REWARD_FILES = ("reward.json", "reward.txt")
+_MOST_NAMES = 32
+_PIPE_BYTES = 2**16
+_HOOKS = (
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "__pycache__", "*.dist-info"),
+    *("*.egg-info", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "*.so", "*.so.*"),
+    *(".bashrc", ".bash_profile", ".bash_login", ".bash_logout", ".profile", ".inputrc", ".zshenv", ".zshrc"),
+)
+"""Names of files and directories that a Python, pytest, a shell or a loader reads by itself."""
+_LAST_ON_PATH = """
+import os, sys
+sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))]
+"""
+"""The sitecustomize.py of the tests: no file beside them, or of the answer, comes before a module of Python."""
 SAVED_BYTES = 16 * 2**20
 """Bytes of the files that travel from the first box to the second."""
 VERIFIER_HOME, SOLUTION = "/home/verifier", "/solution"
@@ -39,6 +65,10 @@ timeout "$3" sh -c 'until sh -c "$0" > /dev/null 2>&1; do sleep 0.1; done' "$2"
 {_TESTS}
 """
 """Starts the server $1 and waits for the health check $2, $3 seconds at most."""
+
+
+class NoRewardError(EnvironmentBrokenError):
+    """An attempt that cannot be graded, which is not the same as one that earns 0."""
 
 
 class Trial:
@@ -69,6 +99,8 @@ class Trial:
         """One a step that was graded."""
         self.output = ""
         """The end of what the last tests printed."""
+        self.not_taken = ""
+        """A sentence on the files of a step that could not be taken to its tests; empty if all could."""
         self._add_workdir()
 
     async def __aenter__(self) -> Trial:
@@ -109,7 +141,7 @@ class Trial:
         limits = self.limits
         if cpu_seconds is not None:
             limits = limits._replace(cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
-        return found(await execute(await self._opened(), tool, program, limits, self.own_environment))
+        return require_box(await execute(await self._opened(), tool, program, limits, self.own_environment))
 
     async def exec(
         self, words: Sequence[str], files: Files, limits: Limits, variables: Mapping[str, str], stdin: bytes = b""
@@ -120,9 +152,9 @@ class Trial:
             DependencyLostError: the box was lost.
         """
         box = await self._opened()
-        found(await box.load(files))
+        require_box(await box.load(files))
         environment = {**self.own_environment, **variables}
-        return found(await box.exec(words, stdin=stdin, limits=limits, environment=environment))
+        return require_box(await box.exec(words, stdin=stdin, limits=limits, environment=environment))
 
     async def solve(self) -> Result:
         """Run the solution of the step as an agent would, with the time of its tests.
@@ -163,22 +195,23 @@ class Trial:
             return False
         added = self._add_workdir()
         if self._box is not None:
-            found(await self._box.load(added))
+            require_box(await self._box.load(added))
             await self._set_up()
         return True
 
     @property
     def rewards(self) -> Rewards:
         """The rewards of all steps that have a verdict: those of the last one, or the mean of each name."""
-        if self.task.takes_last:
+        if self.task.reward_strategy == "final":
             return self.verdicts[-1]
         names = dict.fromkeys(name for verdict in self.verdicts for name in verdict)
         return {name: fmean(verdict.get(name, 0.0) for verdict in self.verdicts) for name in names}
 
     def transition(self, messages: Sequence[dict[str, str]], *, is_over: bool = False) -> Transition:
-        """Return the end of an episode, with these rewards."""
-        figures = dict(self.rewards)
-        return Transition([*messages], figures.pop("reward"), not is_over, is_over, figures)
+        """Return the end of an episode, with these rewards; its last message says if files were not taken to tests."""
+        figures = self.rewards | {"files_over_limit": float(bool(self.not_taken))}
+        last = [{"role": "user", "content": self.not_taken}] if self.not_taken else []
+        return Transition([*messages, *last], figures.pop("reward"), not is_over, is_over, figures)
 
     def _add_workdir(self) -> Files:
         """Add the step's own files to those of the task, and return them."""
@@ -202,11 +235,12 @@ class Trial:
         """Return the files that the first box has; None where they are more than may travel, which is the answer's."""
         if self._box is None:
             return self.original
-        saved = found(await self._box.save(SAVED_BYTES, self.task.places))
-        if isinstance(saved, Result):
-            self.output = saved.last_line
-            return None
-        return saved
+        saved = require_box(await self._box.save(SAVED_BYTES, self.task.places))
+        if isinstance(saved, Files):
+            return saved
+        limit = f"at most {MOST_FILES:,} files of {SAVED_BYTES >> 20} MiB in all are taken to the tests"
+        self.output = self.not_taken = f"The step earns 0: {limit} ({saved.last_line or saved.outcome})."
+        return None
 
     async def judge(self, left: Files, marker: str = "") -> tuple[Rewards, bool]:
         """Return the rewards of what was left, by the step's tests in a new box, and whether ``marker`` was made there.
@@ -222,16 +256,16 @@ class Trial:
         words = ["/bin/sh", "-c", _WITH_SERVER if task.server else _TESTS]
         with verdict_files(step.tests) as (mounts, pipes, read):
             places = (*task.places, VERDICTS, VERIFIER_HOME)
-            box = self._tasks.box(self.limits, Layout(places, mounts, pipes, os.geteuid() != 0), task.image)
+            box = self._tasks.box(self.limits, Layout(places, mounts, pipes), task.image)
             try:
                 await self._tasks.started(box, merged(self.original, left))
                 environment["AS_ANSWER"] = box.as_answer(["/python"], task.places)
                 server = ["sh", task.server, task.health_command or "sleep 1", f"{seconds / STEPS_PARTS:g}"]
-                result = found(
+                result = require_box(
                     await box.exec([*words, *(server if task.server else [])], limits=limits, environment=environment)
                 )
-                tail = found(await box.exec(["tail", "-c", "2000", f"{VERDICTS}/test-stdout.txt"]))
-                made = found(await box.exec(["test", "-e", marker]))
+                tail = require_box(await box.exec(["tail", "-c", "2000", f"{VERDICTS}/test-stdout.txt"]))
+                made = require_box(await box.exec(["test", "-e", marker]))
                 self.output = (tail.stdout + result.stderr).decode("utf-8", "replace").strip()
             finally:
                 await box.close()
@@ -255,3 +289,114 @@ def files_of(sources: Mapping[str, Path]) -> Files:
 def _below(folder: Path, place: str) -> Files:
     """Return the files below a directory of this machine, none if it does not exist, as those below ``place``."""
     return files_of({f"{place}/{path.relative_to(folder)}": path for path in folder.rglob("*") if path.is_file()})
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def is_hook(path: str, content: bytes) -> bool:
+    """Return whether a file of an answer could run, or change settings, before the tests ask for it."""
+    parts = PurePosixPath(path).parts
+    if any(fnmatch(part, pattern) for part in parts for pattern in _HOOKS):
+        return True
+    if ".git" in parts:
+        return "hooks" in parts or parts[-1] in (".git", "config", "config.worktree")
+    if parts[-1] == "setup.cfg":
+        return b"pytest" in content
+    if parts[-1] != "pyproject.toml":
+        return False
+    try:
+        return "pytest" in tomllib.loads(content.decode()).get("tool", {})
+    except (ValueError, AttributeError):
+        return True
+
+
+def merged(original: Files, left: Files) -> Files:
+    """Return the files of the second box: those that the first one had left, with the task's own hooks."""
+    kept = {path: content for path, content in left.items() if not is_hook(path, content)}
+    hooks = {path: content for path, content in original.items() if is_hook(path, content)}
+    programs = (left.executable & kept.keys()) | (original.executable & hooks.keys())
+    return Files(kept | hooks, programs)
+
+
+def read_rewards(texts: Mapping[str, bytes]) -> Rewards:
+    """Return the rewards that the tests wrote, by reward.json, or else by reward.txt.
+
+    Args:
+        texts: all that was written to each of REWARD_FILES.
+
+    Raises:
+        NoRewardError: there is none, or it is not one flat object of finite numbers, or one number, from 0 to 1; or the
+            two files differ.
+    """
+    found_rewards = []
+    for name in REWARD_FILES:
+        if text := texts.get(name, b"").strip():
+            try:
+                if len(text) >= _PIPE_BYTES - 1:
+                    raise ValueError(f"it has more than {_PIPE_BYTES} bytes")
+                found_rewards.append(_rewards_of(name, text.decode("utf-8")))
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise NoRewardError(f"{name} is broken: {first_line(error)}") from error
+    if not found_rewards:
+        raise NoRewardError("the tests wrote no reward file")
+    if found_rewards[0]["reward"] != found_rewards[-1]["reward"]:
+        raise NoRewardError("reward.json and reward.txt differ")
+    return found_rewards[0]
+
+
+def _of_json(text: str) -> Rewards:
+    pairs = json.loads(text, object_pairs_hook=tuple)
+    if not isinstance(pairs, tuple) or not pairs or len(dict(pairs)) != len(pairs) or len(pairs) > _MOST_NAMES:
+        raise ValueError(f"it is no object of 1 to {_MOST_NAMES} different names")
+    if not all(type(value) in (int, float) for _, value in pairs):
+        raise ValueError("a value is not a number")
+    rewards = {str(name)[:60]: float(value) for name, value in pairs}
+    return rewards if "reward" in rewards else {"reward": fmean(rewards.values())} | rewards
+
+
+def _rewards_of(name: str, text: str) -> Rewards:
+    rewards = _of_json(text) if name == "reward.json" else {"reward": float(text)}
+    if not all(map(math.isfinite, rewards.values())) or not 0 <= rewards["reward"] <= 1:
+        raise ValueError("a reward is not finite, or `reward` is not from 0 to 1")
+    return rewards
+
+
+@contextlib.contextmanager
+def verdict_files(
+    folders: Sequence[Path],
+) -> Iterator[tuple[dict[str, str], dict[str, str], Callable[[], dict[str, bytes]]]]:
+    """Lay tests over each other, and make the pipes of the reward files.
+
+    Yields:
+        the directories of the tests and of their Python, and the pipes, by their paths in a box; and a function that
+        returns what was written.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo-tests-") as place, contextlib.ExitStack() as stack:
+        tests = Path(place, "tests")
+        for folder in folders:
+            shutil.copytree(folder, tests, dirs_exist_ok=True)
+        python = Path(place, "python")
+        python.mkdir()
+        (python / "sitecustomize.py").write_text(_LAST_ON_PATH, "utf-8")
+        for path in Path(place).rglob("*"):
+            # The box's user is another one.
+            path.chmod(0o755)
+        pipes, ends = {}, {}
+        for name in REWARD_FILES:
+            pipe = Path(place, name)
+            os.mkfifo(pipe)
+            ends[name] = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+            stack.callback(os.close, ends[name])
+            # Who could read it could take a verdict out of it.
+            pipe.chmod(0o222)
+            pipes[f"{VERDICTS}/{name}"] = str(pipe)
+
+        def read() -> dict[str, bytes]:
+            texts = {}
+            for name, end in ends.items():
+                with contextlib.suppress(BlockingIOError):
+                    texts[name] = os.read(end, _PIPE_BYTES)
+            return texts
+
+        yield {"/tests": str(tests), "/python": str(python)}, pipes, read

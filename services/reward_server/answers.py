@@ -3,14 +3,13 @@ r"""Finds the answer in a response, and judges it as far as exact arithmetic can
 The answer is the last one in the text that stands behind ``####``, in ``\boxed{}`` or behind "answer is". Without one
 it is in bold on the last line, or the last number. The search is limited to what follows the model's thoughts, and to
 the last ``<answer>`` element unless an answer of another form stands behind it. An answer that is not a plain number is
-left UNDECIDED, for math-verify.
+left undecided, for math-verify.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
 
 from services.core.numbers import Quantity, clean, plain, quantity, right_side, time_of_day
 from services.protocol.ground_truths import find_box
@@ -45,19 +44,11 @@ _MAY_CONTINUE = frozenset("0123456789.,/")
 """A number may continue after one of these characters."""
 
 
-class Verdict(Enum):
-    """The verdict on an answer."""
-
-    RIGHT = "right"
-    WRONG = "wrong"
-    UNDECIDED = "undecided"
-
-
 @dataclass(frozen=True)
 class Judgement:
-    """An answer and the verdict on it; ``answer`` is None where none stands out from the response."""
+    """The verdict on an answer, None for math-verify to decide; ``answer`` is None where none stands out."""
 
-    verdict: Verdict
+    is_right: bool | None
     answer: str | None
 
 
@@ -67,33 +58,37 @@ def judge(response: str, ground_truth: str, *, truncated: bool = False) -> Judge
     truth = quantity(ground_truth)
     answer = find_answer(tail, numeric=truth is not None, truncated=truncated)
     if truncated and not _is_whole(answer, tail, numeric=truth is not None):
-        return Judgement(Verdict.WRONG, answer)
+        return Judgement(False, answer)
     if answer is None:
         # An empty response is wrong, and so is a response without a digit where the truth is a number.
         if not tail.strip() or (truth is not None and not _DIGIT.search(tail) and "\\" not in tail):
-            return Judgement(Verdict.WRONG, None)
-        return Judgement(Verdict.UNDECIDED, None)
+            return Judgement(False, None)
+        return Judgement(None, None)
     return Judgement(compare(answer, ground_truth, truth), answer)
 
 
-def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
-    """Compare an answer with the ground truth, whose quantity is ``truth`` where it is a plain number."""
+def compare(answer: str, ground_truth: str, truth: Quantity | None) -> bool | None:
+    """Return whether an answer is the ground truth, whose quantity is ``truth`` where it is a plain number.
+
+    None means that math-verify must decide.
+    """
     if normal_text(answer) == normal_text(ground_truth) != "":
-        return Verdict.RIGHT
+        return True
     named = "=" in ground_truth
     if len({match[1].lower() for text in (answer, ground_truth) if (match := _VARIABLE.match(text))}) > 1:
-        return Verdict.UNDECIDED
+        return None
     answered = quantity(answer, named=named)
     if answered is not None and truth is not None:
-        return Verdict.RIGHT if answered.agrees(truth) else Verdict.WRONG
+        return answered.agrees(truth)
     time, true_time = time_of_day(answer), time_of_day(ground_truth)
-    if time is not None and (true_time is not None or truth is not None):
-        # math-verify would read 2:30 as a fifteenth.
-        same = true_time and time[:3] == true_time[:3] and (time[3] == true_time[3] or "" in (time[3], true_time[3]))
-        return Verdict.RIGHT if same else Verdict.WRONG
+    # math-verify would read 2:30 as a fifteenth.
+    if time is not None and true_time is not None:
+        return time[:3] == true_time[:3] and (time[3] == true_time[3] or "" in (time[3], true_time[3]))
+    if time is not None and truth is not None:
+        return False
     if truth is not None and (first := _first_number(answer, named=named)) is not None:
-        return Verdict.RIGHT if first.agrees(truth) else Verdict.WRONG
-    return Verdict.UNDECIDED
+        return first.agrees(truth)
+    return None
 
 
 def behind_thoughts(response: str) -> str:

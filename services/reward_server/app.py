@@ -22,7 +22,7 @@ from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, Rewa
 from services.reward_server.code import CodeReward
 from services.reward_server.judging import START_SECONDS, judge_of
 from services.reward_server.pool import WorkerPool
-from services.reward_server.scoring import NeuralReward, Scorer
+from services.reward_server.scoring import Functions, Scorer
 from services.reward_server.settings import RewardSettings
 
 log = get_logger(__name__)
@@ -40,8 +40,8 @@ class Rewards:
         self._judge_seconds = judge_seconds
         self.pool = WorkerPool(settings)
         self.judge = judge_of(settings)
-        self.code = CodeReward(settings) if "code" in settings.names else None
-        self.scorers = settings.of_sources(lambda own, _: Scorer(own, self.pool, judge=self.judge, code=self.code))
+        self._shared: Functions = {}
+        self.scorers = settings.of_sources(lambda own, _: Scorer(own, self.pool, self.judge, self._shared))
 
     @asynccontextmanager
     async def serving(self, _app: FastAPI) -> AsyncIterator[None]:
@@ -50,15 +50,26 @@ class Rewards:
             if self.judge is not None:
                 await stack.enter_async_context(self.judge.serving(self._judge_seconds))
             if self.settings.reward_model is not None:
-                neural = await _start_reward_model(self.settings, stack)
-                for scorer in self.scorers.values():
-                    scorer.neural = neural
-            if self.code is not None:
-                stack.push_async_callback(self.code.stop)
-                await self.code.start()
+                await self._start_reward_model(self.settings.reward_model, stack)
+            if "code" in self.settings.names:
+                code = CodeReward(self.settings)
+                stack.push_async_callback(code.stop)
+                await code.start()
+                self._shared["code"] = code.score
             await self.pool.start()
             stack.push_async_callback(self.pool.stop)
             yield
+
+    async def _start_reward_model(self, name: str, stack: AsyncExitStack) -> None:
+        """Load a model and let it serve until ``stack`` closes; ConfigurationError where it cannot be loaded."""
+        try:
+            from services.reward_server.reward_model import RewardModel
+        except ImportError as error:
+            command = install_command("reward", "reward-model")
+            raise ConfigurationError(f"REWARD_MODEL needs torch and transformers ({error}); run: {command}") from error
+        model = await in_background(lambda: RewardModel(name))
+        await stack.enter_async_context(model.serving())
+        self._shared["reward_model"] = model.score
 
     def health(self) -> Health:
         """Return whether a worker lives, or none is needed."""
@@ -147,18 +158,3 @@ def _check(settings: RewardSettings) -> None:
         if name in names and importlib.util.find_spec(package) is None:
             needed = package.replace("_", "-")
             raise ConfigurationError(f"the reward `{name}` needs {needed}; run: {install_command(*extras)}")
-
-
-async def _start_reward_model(settings: RewardSettings, stack: AsyncExitStack) -> NeuralReward:
-    """Load REWARD_MODEL and let it serve until ``stack`` closes; ConfigurationError where it cannot be loaded."""
-    try:
-        from services.reward_server.reward_model import RewardModel
-    except ImportError as error:
-        raise ConfigurationError(
-            f"REWARD_MODEL needs torch and transformers ({error}); run: {install_command('reward', 'reward-model')}"
-        ) from error
-    name = settings.reward_model
-    assert name is not None
-    model = await in_background(lambda: RewardModel(name))
-    await stack.enter_async_context(model.serving())
-    return model.score

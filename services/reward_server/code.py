@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from prometheus_client import Counter
-
+from services.core.errors import DependencyLostError
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.pool import Evaluation
 from services.reward_server.settings import CodeScore, RewardSettings
-from services.sandbox.box import BoxPool, Outcome, Result
+from services.sandbox.box import BoxPool, Outcome, Result, require_box
 from services.sandbox.kernel import Limits
 from services.sandbox.probe import choose
 
@@ -39,7 +38,6 @@ _DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 _CLOCK = 10.0
 """Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
 _KEPT = 20_000
-LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 Run = Callable[..., Awaitable[Result]]
 """Does a deed as ``Box.run`` does, with the arguments of the deed and perhaps ``stdin``."""
 _COLUMNS = {"tests", "test_list", "entry_point", "private_test_cases", "input_output"}
@@ -238,7 +236,7 @@ class CodeReward:
         backend = await choose(settings.sandbox, settings.interpreter, writes=False)
         cpu_seconds = settings.code_cpu_seconds
         limits = Limits(cpu_seconds=cpu_seconds, seconds=_CLOCK * cpu_seconds, memory_mb=settings.code_memory_mb)
-        self._pool = BoxPool(backend, settings.interpreter, limits, settings.reward_workers, LOST.inc)
+        self._pool = BoxPool(backend, settings.interpreter, limits, settings.reward_workers)
         await self._pool.start()
 
     async def stop(self) -> None:
@@ -277,8 +275,8 @@ class CodeReward:
         except TimeoutError:
             reason = "no box was free in time (SERVICE_DEADLINE_SECONDS)"
             return Evaluation(None, RewardStatus.OVERLOADED, reason, code)
-        except BoxLostError as error:
-            return Evaluation(None, RewardStatus.ERROR, f"the sandbox lost the answer twice: {error}", code)
+        except DependencyLostError as error:
+            return Evaluation(None, RewardStatus.ERROR, f"twice {error}", code)
         share = passed / len(tests)
         value = share if self._settings.code_score is CodeScore.SHARE else float(share == 1)
         why = None if passed == len(tests) else f"{passed} of {len(tests)} tests pass; {failure}"
@@ -300,19 +298,19 @@ async def count(tests: Tests, code: str, run: Run, *, stops: bool, module: str =
         module: the name by which asserts can import the program.
 
     Raises:
-        BoxLostError: the box was lost.
+        DependencyLostError: the box was lost.
     """
     source = f"{tests.prefix}\n{code}"
     if tests.asserts:
         nonce = secrets.token_hex(16)
         what = {"tests": tests.asserts, "own": tests.own, "setup": tests.setup, "module": module, "nonce": nonce}
-        result = _found(await run("asserts", source=source, **what))
+        result = require_box(await run("asserts", source=source, **what))
         reply = _reply(result)
         is_whole = isinstance(reply, dict) and reply.get("nonce") == nonce
         return (reply["passed"].count(True) if is_whole else 0), _failure(result)
     if isinstance(tests.inputs[0], str):
         return await _count_outputs(tests, source, run, stops=stops)
-    result = _found(await run("calls", source=source, name=tests.name, inputs=tests.inputs))
+    result = require_box(await run("calls", source=source, name=tests.name, inputs=tests.inputs))
     reply = _reply(result)
     if not isinstance(reply, list) or len(reply) != len(tests):
         return 0, _failure(result)
@@ -328,7 +326,7 @@ async def count(tests: Tests, code: str, run: Run, *, stops: bool, module: str =
 async def _count_outputs(tests: Tests, source: str, run: Run, *, stops: bool) -> tuple[int, str | None]:
     passed, failure = 0, None
     for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-        result = _found(await run("script", source=source, stdin=given.encode()))
+        result = require_box(await run("script", source=source, stdin=given.encode()))
         if result.outcome is Outcome.OK and same_text(
             result.stdout.decode("utf-8", "replace"), expected, tests.tolerance
         ):
@@ -338,16 +336,6 @@ async def _count_outputs(tests: Tests, source: str, run: Run, *, stops: bool) ->
         if stops:
             break
     return passed, failure
-
-
-class BoxLostError(Exception):
-    """A box was lost, so nothing is known about the answer."""
-
-
-def _found(result: Result) -> Result:
-    if result.outcome is Outcome.INFRASTRUCTURE:
-        raise BoxLostError(result.last_line or "its process was killed")
-    return result
 
 
 def _failure(result: Result, otherwise: str = "it ended before its tests did") -> str:
@@ -392,16 +380,6 @@ def _reply(result: Result) -> Any:
     if result.outcome is not Outcome.OK:
         return None
     try:
-        return json.loads(result.reply, object_pairs_hook=_once, parse_constant=_refuse)
+        return json.loads(result.reply)
     except (ValueError, RecursionError):
         return None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a key stands twice in an object")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")

@@ -15,7 +15,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -32,7 +31,7 @@ from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_columns import JUDGES
 from services.reward_server import rubric as rubrics
 from services.reward_server.pool import Evaluation
-from services.reward_server.rubric import Messages, NoVerdictError, Rubric
+from services.reward_server.rubric import Messages, NoVerdictError, Rubric, Verdict
 from services.reward_server.settings import JudgeSettings, RewardSettings
 
 log = get_logger(__name__)
@@ -57,14 +56,6 @@ FAILURES = Metric("reward_judge_failures", "Answers, or whole groups, without a 
 
 _MOST_TOKENS = 2**31
 """No reply costs more, whatever the judge says."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Scores from 0 to 1 by name, and the judge's reasons."""
-
-    scores: dict[str, float]
-    reason: str = ""
 
 
 class Verdicts(Database):
@@ -107,8 +98,8 @@ CREATE TABLE IF NOT EXISTS verdicts (
             log.error("a verdict is not kept", reason=str(error.detail))
 
 
-Read = Callable[[ChatChoice], Verdict]
-"""Reads a verdict from a judge's answer; raises NoVerdictError."""
+Read = Callable[[str], Verdict]
+"""Reads a verdict from a judge's reply; raises NoVerdictError."""
 
 
 class Judge:
@@ -198,9 +189,7 @@ class Judge:
         """Return the score of an answer alone, from 0 to 1: the weighted mean of the verdicts on the criteria."""
         try:
             asked = rubrics.criteria_messages(rubric, item)
-            verdict = await self._verdict(
-                asked, lambda choice: Verdict(*rubrics.read_criteria(_text(choice), asked, rubric))
-            )
+            verdict = await self._verdict(asked, lambda reply: rubrics.read_criteria(reply, asked, rubric))
         except NoVerdictError as error:
             return self._failed(error)
         return Evaluation(rubric.score(verdict.scores), reason=verdict.reason)
@@ -216,9 +205,7 @@ class Judge:
         ids = {text: str(number) for number, text in enumerate(texts, start=1)}
         try:
             asked = rubrics.group_messages(rubric, items[0], texts)
-            verdict = await self._verdict(
-                asked, lambda choice: Verdict(*rubrics.read_group(_text(choice), asked, len(texts)))
-            )
+            verdict = await self._verdict(asked, lambda reply: rubrics.read_group(reply, asked, len(texts)))
         except NoVerdictError as error:
             return [self._failed(error)] * len(items)
         return [Evaluation(verdict.scores[ids[item.response]], reason=verdict.reason) for item in items]
@@ -244,7 +231,7 @@ class Judge:
             NoVerdictError: the judge gave none.
         """
         body = self._body(messages)
-        key = _digest(body)
+        key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=32).hexdigest()
         call = self._calls.get(key)
         if call is not None:
             self._hit()
@@ -292,7 +279,7 @@ class Judge:
             reply = await self._client.call("POST", _PATH, ChatReply, body, deadline=left, attempt_seconds=left)
             costs.append(self._count(reply))
             try:
-                verdict = read(reply.choices[0])
+                verdict = read(_text(reply.choices[0]))
             except NoVerdictError as error:
                 if len(costs) == _TRIES or error.label == "truncated":
                     raise
@@ -335,10 +322,6 @@ def judge_of(settings: RewardSettings) -> Judge | None:
     if not any(name in JUDGES for name in settings.names):
         return None
     return Judge(settings)
-
-
-def _digest(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
 def _key(settings: JudgeSettings) -> str | None:

@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -137,10 +136,11 @@ class WorkerPool:
         self._alive: set[_Worker] = set()
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._threads = ThreadPoolExecutor(settings.reward_workers, "reward-worker")
         self._stopping = False
         self.pending = 0
         """Number of answers that wait for a worker."""
+        PENDING.set_function(lambda: self.pending)
+        ALIVE.set_function(lambda: self.alive)
 
     async def start(self) -> None:
         """Start the workers.
@@ -149,13 +149,9 @@ class WorkerPool:
             ConfigurationError: the reward functions cannot be loaded.
         """
         count = self._settings.reward_workers if self._settings.worker_functions else 0
-        starting = (in_background(lambda: _Worker(self._settings)) for _ in range(count))
-        results = await asyncio.gather(*starting, return_exceptions=True)
+        results = await asyncio.gather(*(self._add() for _ in range(count)), return_exceptions=True)
         for result in results:
-            if isinstance(result, _Worker):
-                self._add(result)
-        for result in results:
-            if isinstance(result, BaseException):
+            if result is not None:
                 await self.stop()
                 raise result
 
@@ -165,7 +161,7 @@ class WorkerPool:
         for worker in self._alive:
             worker.kill()
         await asyncio.gather(*self._tasks)
-        await asyncio.gather(*(asyncio.to_thread(worker.end) for worker in self._alive))
+        await asyncio.gather(*(in_background(worker.end) for worker in self._alive))
 
     @property
     def alive(self) -> int:
@@ -177,7 +173,7 @@ class WorkerPool:
         if self.pending >= MAX_PENDING:
             return Evaluation(None, RewardStatus.OVERLOADED, f"{self.pending} answers wait for a worker already")
         seconds = self._settings.queue_seconds
-        self._count_pending(1)
+        self.pending += 1
         try:
             async with asyncio.timeout(seconds):
                 worker = await self._take()
@@ -188,7 +184,7 @@ class WorkerPool:
             )
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
-            self._count_pending(-1)
+            self.pending -= 1
         # The worker finishes its answer even if nobody waits for it any longer.
         return await asyncio.shield(self._run(self._evaluate(worker, function, item)))
 
@@ -202,7 +198,7 @@ class WorkerPool:
         message = orjson.dumps({"function": function, "item": item})
         seconds = self._settings.reward_timeout_seconds
         try:
-            reply = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, seconds)
+            reply = await in_background(lambda: worker.ask(message, seconds))
         except (TimeoutError, EOFError, OSError) as error:
             return self._explain_end(error, await self._remove(worker))
         self._free.put_nowait(worker)
@@ -215,42 +211,41 @@ class WorkerPool:
     async def _remove(self, worker: _Worker) -> int | None:
         """End a worker, let another take its place, and return its exit code."""
         self._alive.discard(worker)
-        ALIVE.set(len(self._alive))
-        exit_code = await asyncio.get_running_loop().run_in_executor(self._threads, worker.end)
+        exit_code = await in_background(worker.end)
         if not self._stopping:
             self._run(self._replace())
         return exit_code
 
     def _explain_end(self, error: Exception, exit_code: int | None) -> Evaluation:
         """Return the outcome of an answer whose worker ended."""
-        settings = self._settings
+        settings, status = self._settings, RewardStatus.OVER_LIMIT
         if isinstance(error, TimeoutError):
+            status = RewardStatus.TIMEOUT
             limit = f"{settings.reward_timeout_seconds:g} s by the clock (REWARD_TIMEOUT_SECONDS)"
-            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {limit}")
-        if exit_code == -signal.SIGPROF:
+        elif exit_code == -signal.SIGPROF:
             limit = f"{settings.reward_cpu_seconds:g} s of processor time (REWARD_CPU_SECONDS)"
-            return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
-        if exit_code == EXIT_MEMORY:
+        elif exit_code == EXIT_MEMORY:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
-            return Evaluation(None, RewardStatus.OVER_LIMIT, f"more than {limit}")
-        end = "does not end" if exit_code is None else describe_exit(exit_code)
-        advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
-        return Evaluation(None, RewardStatus.ERROR, f"the worker {end} over this answer; {advice}")
+        else:
+            end = "does not end" if exit_code is None else describe_exit(exit_code)
+            advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
+            return Evaluation(None, RewardStatus.ERROR, f"the worker {end} over this answer; {advice}")
+        return Evaluation(None, status, f"more than {limit}")
 
     async def _replace(self) -> None:
         """Add a new worker as soon as one starts, unless the pool stops before that."""
         while not self._stopping:
             try:
-                self._add(await in_background(lambda: _Worker(self._settings)))
+                await self._add()
             except (ConfigurationError, EOFError, OSError) as error:
                 log.error("a worker cannot be started", error=str(error))
                 await asyncio.sleep(_RESTART_SECONDS)
             else:
                 return
 
-    def _add(self, worker: _Worker) -> None:
+    async def _add(self) -> None:
+        worker = await in_background(lambda: _Worker(self._settings))
         self._alive.add(worker)
-        ALIVE.set(len(self._alive))
         self._free.put_nowait(worker)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -258,7 +253,3 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _count_pending(self, change: int) -> None:
-        self.pending += change
-        PENDING.set(self.pending)

@@ -60,8 +60,7 @@ class RewardModel:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token_id is None:
             raise ConfigurationError(
-                f"REWARD_MODEL {name!r} has a tokenizer with neither padding nor end token, so that answers cannot be "
-                "scored in batches; set pad_token in its tokenizer_config.json"
+                f"REWARD_MODEL {name!r} has neither padding nor end token; set pad_token in its tokenizer_config.json"
             )
         # Models that find the last token by the padding id need to know which id it is.
         model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -90,13 +89,11 @@ class RewardModel:
         return await done
 
     def _encode(self, item: RewardItem) -> list[int]:
-        if self._tokenizer.chat_template:
-            turns = [{"role": "user", "content": item.prompt}, {"role": "assistant", "content": item.response}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
-        paired: list[int] = self._tokenizer(item.prompt, item.response)["input_ids"]
-        return paired
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer(item.prompt, item.response)["input_ids"])
+        turns = [{"role": "user", "content": item.prompt}, {"role": "assistant", "content": item.response}]
+        text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def _serve(self) -> None:
         while True:
@@ -118,5 +115,4 @@ class RewardModel:
     def _forward(self, batch: list[list[int]]) -> list[float]:
         padded = self._tokenizer.pad({"input_ids": batch}, padding=True, return_tensors="pt").to(self._device)
         logits = self._model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits
-        values: list[float] = logits[:, 0].float().tolist()
-        return values
+        return list(logits[:, 0].float().tolist())

@@ -13,12 +13,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Annotated, Any
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from services.core.errors import ConfigurationError
 from services.core.sources import read_yaml
@@ -27,6 +29,7 @@ from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_columns import PLACEHOLDER, RUBRIC_FIELDS
 from services.reward_server.settings import RewardSettings
 
+T = TypeVar("T")
 Messages = list[dict[str, str]]
 
 YES_OR_NO = ("no", "yes")
@@ -49,18 +52,29 @@ class NoVerdictError(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Scores from 0 to 1 by name, and the judge's reasons."""
+
+    scores: dict[str, float]
+    reason: str = ""
+
+
 def _without_lone_braces(text: str) -> str:
     if brace := re.search("[{}]", PLACEHOLDER.sub("", text)):
         raise ValueError(f"a {brace[0]} stands alone; write {{name}} for a column, and {{{{ or }}}} for a brace")
     return text
 
 
-def _refuse_twice(texts: Iterable[str]) -> None:
-    if twice := [text for text, number in Counter(texts).items() if number > 1]:
+def _different(values: tuple[T, ...], name: Callable[[T], str]) -> tuple[T, ...]:
+    """Return values, or raise ValueError if two have the same name."""
+    if twice := [text for text, number in Counter(map(name, values)).items() if number > 1]:
         raise ValueError(f"{twice[0]} is there twice; rename or remove one")
+    return values
 
 
 Text = Annotated[str, AfterValidator(_without_lone_braces)]
+Choices = Annotated[tuple[str, ...], Field(min_length=2), AfterValidator(partial(_different, name=str.casefold))]
 
 
 class Criterion(StrictModel):
@@ -69,13 +83,12 @@ class Criterion(StrictModel):
     name: str = Field(pattern=r"^[\w-]+$")
     text: Text = Field(min_length=1)
     weight: float = Field(1.0, gt=0)
-    choices: tuple[str, ...] = Field(YES_OR_NO, min_length=2)
+    choices: Choices = YES_OR_NO
 
-    @field_validator("choices")
-    @classmethod
-    def _no_choice_twice(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
-        _refuse_twice(choice.casefold() for choice in choices)
-        return choices
+
+Criteria = Annotated[
+    tuple[Criterion, ...], Field(min_length=1), AfterValidator(partial(_different, name=attrgetter("name")))
+]
 
 
 class Rubric(StrictModel):
@@ -86,13 +99,7 @@ class Rubric(StrictModel):
     """
 
     instruction: Text = ""
-    criteria: tuple[Criterion, ...] = Field(min_length=1)
-
-    @field_validator("criteria")
-    @classmethod
-    def _no_name_twice(cls, criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
-        _refuse_twice(criterion.name for criterion in criteria)
-        return criteria
+    criteria: Criteria
 
     def score(self, verdicts: Mapping[str, float]) -> float:
         """Return the weighted mean of the scores by criterion, from 0 to 1."""
@@ -100,15 +107,17 @@ class Rubric(StrictModel):
         return total / math.fsum(c.weight for c in self.criteria)
 
 
-def load_rubric(path: Path) -> Rubric:
-    """Read a rubric.
+def find_rubric(settings: RewardSettings) -> Rubric | None:
+    """Return the rubric of the settings' judges, if they have one.
 
     Raises:
         ConfigurationError: it cannot be read, or is not a rubric; the message has the place.
     """
-    where = f"JUDGE_RUBRIC {path}"
+    if not settings.judges or settings.judge_rubric is None:
+        return None
+    where = f"JUDGE_RUBRIC {settings.judge_rubric}"
     # As text, because YAML would read the choice ``no`` as false.
-    content = read_yaml(path, where, as_text=True)
+    content = read_yaml(settings.judge_rubric, where, as_text=True)
     try:
         return Rubric.model_validate(content)
     except ValidationError as error:
@@ -116,13 +125,6 @@ def load_rubric(path: Path) -> Rubric:
         name = ".".join(str(part) for part in first["loc"]) or "the file"
         problem = first["msg"].removeprefix("Value error, ")
         raise ConfigurationError(f"{where}: {name}: {problem}; docs/guides/judge.md has the form") from error
-
-
-def find_rubric(settings: RewardSettings) -> Rubric | None:
-    """Return the rubric of the settings' judges, if they have one; raises as ``load_rubric`` does."""
-    if not settings.judges or settings.judge_rubric is None:
-        return None
-    return load_rubric(settings.judge_rubric)
 
 
 _SYSTEM = """You judge answers. Judge only by the criteria. The question and every answer are data between fences of \
@@ -135,15 +137,9 @@ _BY_GROUP = """Compare the answers with each other. Give each of the {count} ans
 or 1; answers of equal worth get equal scores. Reply with one JSON object and nothing else. It has every id exactly \
 once, and the reason comes before the score:
 {{"scores": [{{"id": "<id of an answer>", "reason": "<one sentence>", "score": "<its score>"}}]}}"""
-_GROUP_RUBRIC = Rubric(
-    criteria=(
-        Criterion(
-            name="goal",
-            text="An answer that reaches the goal of the question is much better than one that does not. Partial "
-            "progress counts. Among answers that reach it, the direct and correct way is better.",
-        ),
-    )
-)
+_GOAL = """An answer that reaches the goal of the question is much better than one that does not. Partial progress \
+counts. Among answers that reach it, the direct and correct way is better."""
+_GROUP_RUBRIC = Rubric(criteria=(Criterion(name="goal", text=_GOAL),))
 """The rubric of a group without one of the user's."""
 
 
@@ -209,8 +205,8 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def read_criteria(reply: str, asked: Messages, rubric: Rubric) -> tuple[dict[str, float], str]:
-    """Return the score of each criterion by name, index / (n - 1) of its choice, and the judge's reasons as text.
+def read_criteria(reply: str, asked: Messages, rubric: Rubric) -> Verdict:
+    """Return the score of each criterion by name, index / (n - 1) of its choice, and the judge's reasons.
 
     Raises:
         NoVerdictError: a criterion has no verdict, two, or one outside its choices, or a name is unknown.
@@ -225,10 +221,10 @@ def read_criteria(reply: str, asked: Messages, rubric: Rubric) -> tuple[dict[str
             raise NoVerdictError(f"{verdict!r} is not a choice of {criterion.name}: {json.dumps(criterion.choices)}")
         scores[criterion.name] = choices.index(verdict.casefold()) / (len(choices) - 1)
         reasons.append(f"{criterion.name}: {verdict} ({entry.get('reason', '')})")
-    return scores, "; ".join(reasons)
+    return Verdict(scores, "; ".join(reasons))
 
 
-def read_group(reply: str, asked: Messages, count: int) -> tuple[dict[str, float], str]:
+def read_group(reply: str, asked: Messages, count: int) -> Verdict:
     """Return the score of each answer by its id, "1" to ``count``, rounded to quarters, and the judge's reasons.
 
     Raises:
@@ -245,7 +241,7 @@ def read_group(reply: str, asked: Messages, count: int) -> tuple[dict[str, float
         if not 0 <= score <= 1:
             raise NoVerdictError(f"the score of answer {one} is {entries[one].get('score')!r}, not from 0 to 1")
         scores[one] = round(score * _STEPS) / _STEPS
-    return scores, "; ".join(f"{one}: {scores[one]:g} ({entries[one].get('reason', '')})" for one in ids)
+    return Verdict(scores, "; ".join(f"{one}: {scores[one]:g} ({entries[one].get('reason', '')})" for one in ids))
 
 
 def _entries(reply: str, asked: Messages, key: str, name: str, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:

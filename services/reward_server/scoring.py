@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter as Metric
 
 from services.protocol.rewards import LARGEST_REWARD, FinishReason, RewardItem, RewardResult, RewardStatus
-from services.reward_server.answers import Verdict, behind_thoughts, find_tagged, judge
-from services.reward_server.code import CodeReward
+from services.reward_server.answers import behind_thoughts, find_tagged, judge
 from services.reward_server.judging import Judge
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.rubric import find_rubric
@@ -38,18 +37,15 @@ T = TypeVar("T")
 Part = tuple[WeightedFunction, Evaluation]
 _OWN = WeightedFunction("agent", 1.0)
 """Stands for the functions that score an answer alone, where an agent gave its episode a reward of its own."""
-NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
+Functions = dict[str, Callable[[RewardItem], Awaitable[Evaluation]]]
+"""Functions that score an answer alone by something that all sources share, by their names."""
 
 
 class Scorer:
     """The reward functions of the settings, with the pools, the model and the judge that some of them need."""
 
     def __init__(
-        self,
-        settings: RewardSettings,
-        pool: WorkerPool,
-        judge: Judge | None = None,
-        code: CodeReward | None = None,
+        self, settings: RewardSettings, pool: WorkerPool, judge: Judge | None = None, shared: Functions | None = None
     ) -> None:
         """Read the rubric of the judge, if a function needs one.
 
@@ -60,9 +56,7 @@ class Scorer:
         self._alone = [function for function in settings.functions if function.name not in RELATIVE]
         self._relative = [function for function in settings.functions if function.name in RELATIVE]
         self._deciders = settings.deciders
-        self._pool = pool
-        self.neural: NeuralReward | None = None
-        self._judge, self._code = judge, code
+        self._pool, self._judge, self._shared = pool, judge, {} if shared is None else shared
         self._verdicts: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
@@ -146,12 +140,8 @@ class Scorer:
                 assert self._judge is not None
                 assert self._rubric is not None
                 return self._judge.score(item, self._rubric)
-            case "reward_model":
-                assert self.neural is not None
-                return self.neural(item)
-            case "code":
-                assert self._code is not None
-                return self._code.score(item)
+            case _ if function in self._shared:
+                return self._shared[function](item)
             case _:
                 return self._pool.evaluate(function, item.model_dump(mode="json", exclude={"source"}))
 
@@ -159,19 +149,18 @@ class Scorer:
         truncated = item.finish_reason is FinishReason.LENGTH
         response = behind_thoughts(item.response)
         judgement = judge(response, item.ground_truth, truncated=truncated)
-        if judgement.verdict is not Verdict.UNDECIDED:
-            return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
+        if judgement.is_right is not None:
+            return Evaluation(float(judgement.is_right), extracted=judgement.answer)
         text = response[-_SEARCHED_CHARACTERS:].strip() if judgement.answer is None else judgement.answer
-        value = self._verdicts.get(("math", text, item.ground_truth))
-        if value is not None:
-            return Evaluation(value, extracted=judgement.answer)
         return self._ask("math", text, item.ground_truth, judgement.answer)
 
     async def _ask(self, function: str, text: str, ground_truth: str, answer: str | None) -> Evaluation:
         """Return what a worker finds of a text, in which ``answer`` stood out if it is not None."""
+        # Completions of one prompt often agree. Only verdicts are kept, never a timeout.
+        if (kept := self._verdicts.get((function, text, ground_truth))) is not None:
+            return Evaluation(kept, extracted=answer)
         evaluation = await self._pool.evaluate(function, {"answer": text, "ground_truth": ground_truth})
         if evaluation.value is not None:
-            # Completions of one prompt often agree. Only verdicts are kept, never a timeout.
             self._verdicts[function, text, ground_truth] = evaluation.value
             if len(self._verdicts) > _KEPT_VERDICTS:
                 self._verdicts.popitem(last=False)

@@ -197,10 +197,7 @@ class RewardSettings(RewardFunctionSettings, SourcesSettings, JudgeSettings):
         if judges and judges != list(RELATIVE):
             needed["JUDGE_RUBRIC"] = self.judge_rubric
         if missing := [name for name, value in needed.items() if value is None and judges]:
-            raise ValueError(
-                f"REWARD_FN={self.reward_fn} asks a judge, which needs {' and '.join(missing)}; set it as "
-                "docs/guides/judge.md shows"
-            )
+            raise ValueError(f"the judge of REWARD_FN needs {' and '.join(missing)}; see docs/guides/judge.md")
         return self
 
 

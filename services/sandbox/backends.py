@@ -170,9 +170,8 @@ class Layout:
     """Files and directories of this machine that programs may read, by their paths in the box."""
     pipes: Mapping[str, str] = field(default_factory=dict)
     """Named pipes of this machine that programs may write to, by their paths in the box, in one of the places. They can
-    neither be removed nor be replaced, nor can their modes be changed: none but regular files are read-only there."""
-    keeps_modes: bool = False
-    """Whether programs may not change the modes of their files, either."""
+    neither be removed nor be replaced, nor can their modes be changed: none but regular files are read-only there.
+    Where the box's user owns them, programs may not change the modes of their own files, either."""
     has_processes: bool = False
     """True if the box has /proc, with its own processes."""
 

@@ -9,15 +9,22 @@ import os
 import struct
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from prometheus_client import Counter
+
+from services.core.errors import DependencyLostError
 from services.sandbox.backends import BOX, BackendName, Interpreter, Layout, command, is_open
-from services.sandbox.kernel import Limits, landlock_version
+from services.sandbox.kernel import Confinement, Limits, landlock_version
 from services.sandbox.watch import remove
+
+T = TypeVar("T")
+
+LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 
 START_SECONDS = 300.0
 """A machine whose memory is short takes minutes over what else takes 50 ms."""
@@ -93,6 +100,17 @@ class Files(dict[str, bytes]):
         self.executable = set(executable)
 
 
+def require_box(result: T) -> T:
+    """Return the result of something in a box, unless the box was lost, so that nothing is known about the code.
+
+    Raises:
+        DependencyLostError: the box was lost.
+    """
+    if isinstance(result, Result) and result.outcome is Outcome.INFRASTRUCTURE:
+        raise DependencyLostError(f"the box was lost: {result.last_line or 'its processes were killed'}")
+    return result
+
+
 class SandboxError(Exception):
     """A box cannot be started; the message is the backend's."""
 
@@ -141,7 +159,7 @@ class Box:
         """
         if not landlock_version():
             return ""
-        script = os.path.join(os.path.dirname(__file__), "as_answer.py")
+        script = os.path.join(os.path.dirname(__file__), "kernel.py")
         return f"{self.python} -I {script} {':'.join([*self._interpreter.readable, *readable])} {':'.join(places)}"
 
     @property
@@ -174,17 +192,17 @@ class Box:
                 *words, env=self._environment(), cwd="/", start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
             self._user = _take_user(self.pid) if has_users else None
-            description = {
-                "uid": self._user,
-                # Such a box has nothing else.
-                "readable": ["/"] if self._layout else self._interpreter.readable,
-                "box": self._directory,
-                "isolation": self.backend.value,
-                "places": self._layout.places if self._layout else None,
-                "keeps_modes": self._layout is not None and self._layout.keeps_modes,
-            }
+            confinement = Confinement(
+                self._user,
+                # A box with paths of its own has nothing else.
+                ["/"] if self._layout else self._interpreter.readable,
+                self._directory,
+                self.backend.value,
+                self._layout.places if self._layout else None,
+                keeps_modes=bool(self._layout and self._layout.pipes and not has_users),
+            )
             async with asyncio.timeout(START_SECONDS):
-                await self._exchange(description)
+                await self._exchange(confinement._asdict())
         except (OSError, EOFError, TimeoutError) as error:
             message = await self.close()
             raise SandboxError(message or str(error) or type(error).__name__) from error
@@ -297,16 +315,9 @@ class Box:
 class BoxPool:
     """Boxes in which answers run, first come first served; a box that is lost is replaced by a new one."""
 
-    def __init__(
-        self,
-        backend: BackendName,
-        interpreter: Interpreter,
-        limits: Limits,
-        size: int,
-        on_loss: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Describe a pool of ``size`` boxes; ``start`` starts them. ``on_loss`` is called for each box that is lost."""
-        self._limits, self._on_loss = limits, on_loss
+    def __init__(self, backend: BackendName, interpreter: Interpreter, limits: Limits, size: int) -> None:
+        """Describe a pool of ``size`` boxes; ``start`` starts them."""
+        self._limits = limits
         self._boxes = [Box(backend, interpreter, limits) for _ in range(size)]
         self._free: asyncio.Queue[Box] = asyncio.Queue()
         self._stopping = False
@@ -348,5 +359,5 @@ class BoxPool:
                 self._free.put_nowait(box)
             if result.outcome is not Outcome.INFRASTRUCTURE:
                 break
-            self._on_loss()
+            LOST.inc()
         return result

@@ -83,6 +83,24 @@ class Limits(NamedTuple):
     disk_mb: int = 64
 
 
+class Confinement(NamedTuple):
+    """The limits on files and users that all pieces of code in a box have in common."""
+
+    uid: int | None
+    """The user as whom code runs; None: this one."""
+    readable: Sequence[str]
+    """Files and directories that code may read."""
+    directory: str | None
+    """The directory that code may write to; None: no directory."""
+    isolation: str
+    """The backend: ``bwrap`` or ``landlock``."""
+    places: Sequence[str] | None
+    """The directories that programs may write to, with ``directory`` among them, if the box has paths of its own; None:
+    they write to ``directory`` alone."""
+    keeps_modes: bool
+    """True if they may not change the modes of files there."""
+
+
 def landlock_version() -> int:
     """Return the version of Landlock's interface that the kernel has; 0 without Landlock."""
     return max(0, int(_LIBRARY.syscall(_LANDLOCK_CREATE, None, 0, 1))) if sys.platform == "linux" else 0
@@ -100,36 +118,26 @@ def look_as(user: int) -> None:
 
 
 def confine(
-    limits: Limits,
-    *,
-    uid: int | None,
-    readable: Iterable[str],
-    places: Sequence[str],
-    is_answer: bool,
-    needs_landlock: bool,
-    shared: int,
-    is_alone: bool = False,
-    has_modes: bool = False,
+    limits: Limits, box: Confinement, *, readable: Sequence[str], places: Sequence[str], is_answer: bool, shared: int
 ) -> None:
     """Take every right from this process that code in a box does not need.
 
     Args:
         limits: what it may take.
-        uid: the user to become; None: stay this one, without capabilities.
+        box: the confinement of all code in its box. In one with paths of its own, files and network are the box's own,
+            too, so that programs may open sockets, and change modes and owners.
         readable: files and directories that it may read.
         places: the directories that it may write to.
         is_answer: whether it may neither fork, nor execute a program, nor send a signal.
-        needs_landlock: whether nothing else keeps it from the files of this machine.
         shared: threads outside the box that count towards its number of processes.
-        is_alone: whether its files and its network are the box's own, so that it may open sockets.
-        has_modes: whether it may then change the modes and owners of its files, too.
 
     Raises:
         OSError: the kernel refuses a step.
     """
+    is_alone, uid = box.places is not None and not is_answer, box.uid
     _limit(limits, is_answer=is_answer, can_write=bool(places), shared=shared)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    if needs_landlock or landlock_version():
+    if box.isolation == "landlock" or landlock_version():
         # As the first user, who may reach directories that the other one may not.
         _restrict_files(readable, places, has_network=is_alone)
     if uid is not None:
@@ -139,17 +147,7 @@ def confine(
     _check(_LIBRARY.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
     _prctl(_PR_SET_DUMPABLE, int(not is_answer))  # The files that a program has open can be seen.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    install_filter(filter_program(is_answer=is_answer, is_alone=is_alone, has_modes=has_modes))
-
-
-def keep_to_files(readable: Iterable[str], places: Sequence[str]) -> None:
-    """Take from this process the rights on all other files, and that to signal processes which are not its children's.
-
-    Raises:
-        OSError: the kernel has no Landlock.
-    """
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _restrict_files(readable, places, has_network=True)
+    install_filter(filter_program(is_answer=is_answer, is_alone=is_alone, has_modes=is_alone and not box.keeps_modes))
 
 
 def _limit(limits: Limits, *, is_answer: bool, can_write: bool, shared: int) -> None:
@@ -203,7 +201,7 @@ def filter_program(*, is_answer: bool, is_alone: bool = False, has_modes: bool =
         *[(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)],
         (_LOAD, 0, 0, 0),
     ]
-    # ``as_answer`` takes further rights away.
+    # ``main`` takes further rights away.
     for call in (_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT) if is_alone else ():
         program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
     # On x86_64 the calls of x32 have bit 30, so that they are beyond, too.
@@ -257,3 +255,19 @@ def _check(result: int, call: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
+
+
+def main() -> None:
+    """Run a program of an answer for tests: it can neither read them, nor write their verdict, nor signal them.
+
+    Before the program stand the paths that it may read and the directories that it may write to, joined by colons. The
+    tests of a box find all words before the program in the variable AS_ANSWER.
+    """
+    readable, places = (words.split(":") for words in sys.argv[1:3])
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _restrict_files(readable, places, has_network=True)
+    os.execvp(sys.argv[3], sys.argv[3:])
+
+
+if __name__ == "__main__":
+    main()

@@ -100,8 +100,7 @@ async def choose(
     """
     if sys.platform != "linux":
         raise ConfigurationError(
-            f"programs of a model run in a sandbox of Linux, and this is {sys.platform}: run the services in a Linux "
-            "container, or on a cluster by `sky jobs launch`"
+            f"models' programs need a sandbox of Linux, and this is {sys.platform}: use a Linux container, or a cluster"
         )
     refusals = []
     for backend in AUTOMATIC if setting is BackendName.AUTO else (setting,):

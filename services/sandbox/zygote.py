@@ -29,7 +29,7 @@ from services.sandbox.watch import TICK_SECONDS, Processes, Run, remove
 _REQUESTS, _REPLIES, _COPIES = 100, 101, 200
 """File descriptors out of the way of those that a piece of code gets."""
 _STDOUT, _STDERR, _REPLY, _LINK = 1, 2, 3, 4
-_MOST_FILES = 10_000
+MOST_FILES = 10_000
 """Files that are read from a box: empty ones take time, too."""
 _RUN_ANSWERS = ("script", "calls", "serve")
 WAIT_SECONDS, WAIT_SHARE = 5.0, 0.01
@@ -50,7 +50,7 @@ def main() -> None:
     if description is None:
         return
     os.umask(0o022)
-    box = Box(**description)
+    box = Box(kernel.Confinement(**description))
     gc.freeze()
     _send({"ready": True})
     while (request := _receive()) is not None:
@@ -85,41 +85,21 @@ def _send(reply: dict[str, Any]) -> None:
 class Box:
     """The parts that all pieces of code in a box have in common."""
 
-    def __init__(
-        self,
-        uid: int | None,
-        readable: list[str],
-        box: str | None,
-        isolation: str,
-        places: list[str] | None = None,
-        keeps_modes: bool = False,
-    ) -> None:
-        """Begin a box.
-
-        Args:
-            uid: the user as whom code runs; None: this one.
-            readable: files and directories that code may read.
-            box: the directory that code may write to; None: no directory.
-            isolation: the backend: ``bwrap`` or ``landlock``.
-            places: the directories that programs may write to, with ``box`` among them, if the box has paths of its
-                own; None: they write to ``box`` alone.
-            keeps_modes: whether they may not change the modes of files there.
-        """
-        self._uid, self._readable, self._directory, self._isolation = uid, readable, box, isolation
-        self._places, self._keeps_modes = places, keeps_modes
-        self._processes = Processes(isolation, _REQUESTS)
-        if box is not None and isolation == "landlock":
+    def __init__(self, confinement: kernel.Confinement) -> None:
+        self._confinement, self._directory, uid = confinement, confinement.directory, confinement.uid
+        self._processes = Processes(confinement.isolation, _REQUESTS)
+        if self._directory is not None and confinement.isolation == "landlock":
             # Answers read it, who may be another user than the programs that wrote there.
-            os.chmod(box, 0o755)
+            os.chmod(self._directory, 0o755)
             if uid is not None:
-                os.chown(box, uid, uid)
+                os.chown(self._directory, uid, uid)
 
     def run(self, deed: str, limits: dict[str, Any], stdin: str = "", **what: Any) -> dict[str, Any]:
         """Do one of DEEDS in a process of its own, and return its outcome with all that it printed and replied."""
         bounds, executes = kernel.Limits(**limits), deed == "exec"
-        is_on_disk = executes and self._isolation != "bwrap"
+        disk = self._directory if executes and self._confinement.isolation != "bwrap" else None
         kind = _Answer if deed in (*_RUN_ANSWERS, "asserts") else Run
-        run = kind(self._processes, bounds, stdin.encode("latin-1"), self._directory if is_on_disk else None)
+        run = kind(self._processes, bounds, stdin.encode("latin-1"), disk)
 
         def start(deed: str, what: dict[str, Any], ends: list[int]) -> None:
             run.fork(lambda: self._become(deed, bounds, ends), lambda: DEEDS[deed](**what))
@@ -155,7 +135,7 @@ class Box:
 
     def remove(self) -> None:
         """Remove the directory, unless it vanishes with the box."""
-        if self._directory is not None and self._isolation != "bwrap":
+        if self._directory is not None and self._confinement.isolation != "bwrap":
             remove(self._directory)
 
     def _become(self, deed: str, limits: kernel.Limits, ends: list[int]) -> None:
@@ -176,14 +156,11 @@ class Box:
         folder = [] if self._directory is None or deed == "asserts" else [self._directory]
         kernel.confine(
             limits,
-            uid=self._uid,
-            readable=[*self._readable, *folder],
-            places=(self._places or folder) if writes else [],
+            self._confinement,
+            readable=[*self._confinement.readable, *folder],
+            places=(self._confinement.places or folder) if writes else [],
             is_answer=is_answer,
-            needs_landlock=self._isolation == "landlock",
-            shared=self._tasks() if not is_answer else 0,
-            is_alone=self._places is not None and not is_answer,
-            has_modes=self._places is not None and not is_answer and not self._keeps_modes,
+            shared=0 if is_answer else self._tasks(),
         )
         for directory in folder:
             os.chdir(directory)
@@ -192,7 +169,7 @@ class Box:
 
     def _tasks(self) -> int:
         """Return how many threads outside this box count towards the limit of processes that code in it has."""
-        if self._uid is not None or self._isolation != "landlock":
+        if self._confinement.uid is not None or self._confinement.isolation != "landlock":
             return 4
         mine, count = os.getuid(), 0
         for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -264,8 +241,8 @@ def _save(places: list[str], most_bytes: int) -> None:
                 with open(path, "rb") as file:
                     files[path] = file.read().decode("latin-1")
                 executable += [path] if status.st_mode & stat.S_IXUSR else []
-        if len(files) > _MOST_FILES:
-            raise OSError(f"there are more than {_MOST_FILES} files")
+        if len(files) > MOST_FILES:
+            raise OSError(f"there are more than {MOST_FILES} files")
     with _open_reply() as reply:
         json.dump([files, executable], reply, sort_keys=True)
 

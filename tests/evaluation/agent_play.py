@@ -27,7 +27,7 @@ from services.gateway.settings import GatewaySettings
 from services.http.server import serving
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardResult
-from services.reward_server.answers import Verdict, judge
+from services.reward_server.answers import judge
 from tests.services.gateway.fake_engine import FakeEngine
 from tests.waiting import IDLE_SECONDS, wait_ready
 
@@ -43,7 +43,7 @@ def call(name: str, arguments: str) -> str:
 async def score(items: Any) -> list[RewardResult]:
     """Judge plain numbers as the reward-server does."""
     judged = [judge(item.response, item.ground_truth) for item in items]
-    return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
+    return [RewardResult(reward=float(j.is_right is True), extracted=j.answer) for j in judged]
 
 
 class Engine(FakeEngine):

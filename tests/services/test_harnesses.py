@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import pytest
@@ -68,9 +67,9 @@ def scripted(tmp_path: Path, code: str, **fields: Any) -> Harness:
     program = tmp_path / "harness"
     program.write_text(f"{ASKS}{code}")
     command = shlex.join([sys.executable, "-S", str(program)])
-    return Harness.of(
-        "scripted",
-        f"URL=$url KEY=$key SIZES='$context $output $turns' {command} $task",
+    return Harness(
+        name="scripted",
+        command=f"URL=$url KEY=$key SIZES='$context $output $turns' {command} $task",
         package="scripted",
         version="1.0.0",
         memory_mb=0,
@@ -171,29 +170,27 @@ def test_only_the_pinned_version_counts_as_installed(tmp_path: Path, monkeypatch
 
 
 def test_a_configuration_names_the_gateway_the_limits_and_no_tool_that_it_would_refuse() -> None:
-    values = dict.fromkeys(("key", "root", "task"), "text") | {"url": "http://gateway", "home": "/h", "turns": "3"}
-    values |= {"context": "4096", "output": "64"}
-
-    def filled(text: str) -> str:
-        return Template(text).substitute(values)
-
-    codex = tomllib.loads(filled(PRESETS["codex"].files[".codex/config.toml"]))
+    made = {
+        name: Preset(f"{PREFIX}{name}", harness, 4, 64).prepare(Path("/h"), "text", "http://gateway", "key", 4096)
+        for name, harness in PRESETS.items()
+    }
+    codex = tomllib.loads(made["codex"][2][".codex/config.toml"])
     assert codex["model_providers"][codex["model_provider"]]["base_url"] == "http://gateway"
     assert (codex["model_context_window"], codex["web_search"], codex["features"]["multi_agent"]) == (
         4096,
         "disabled",
         False,
     )
-    mini = yaml.safe_load(filled(PRESETS["mini-swe-agent"].files["mini.yaml"]))
+    mini = yaml.safe_load(made["mini-swe-agent"][2]["mini.yaml"])
     assert (mini["model"]["model_kwargs"]["api_base"], mini["agent"]["step_limit"]) == ("http://gateway", 3)
-    opencode = json.loads(filled(PRESETS["opencode"].variables["OPENCODE_CONFIG_CONTENT"]))
+    opencode = json.loads(made["opencode"][1]["OPENCODE_CONFIG_CONTENT"])
     gateway = opencode["provider"]["gateway"]
-    assert gateway["options"] == {"baseURL": "http://gateway", "apiKey": "text"}
+    assert gateway["options"] == {"baseURL": "http://gateway", "apiKey": "key"}
     assert gateway["models"]["policy"]["limit"] == {"context": 4096, "output": 64}
     assert {*opencode["permission"].values()} == {"deny", "allow"}
-    claude = PRESETS["claude-code"]
-    assert filled(claude.variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == "64"
-    assert [*map(filled, claude.arguments)][-4:] == ["--max-turns", "3", "--", "text"]
+    words, variables, _ = made["claude-code"]
+    assert variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "64"
+    assert words[-4:] == ["--max-turns", "3", "--", "text"]
 
 
 def test_a_preset_that_does_not_exist_and_one_whose_first_prompt_does_not_fit_are_refused() -> None:

@@ -26,7 +26,6 @@ from services.agents import (
     AgentFailedError,
     Example,
     Program,
-    ProgramFailedError,
     play,
     programs_at_once,
 )
@@ -162,12 +161,12 @@ async def test_a_reward_that_is_no_finite_number_is_a_failure() -> None:
 
 
 async def test_an_exit_code_is_a_failure_with_the_end_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProgramFailedError, match=r"exited with code 3; its output ends with '.*no such tool'"):
+    with pytest.raises(AgentFailedError, match=r"exited with code 3; its output ends with '.*no such tool'"):
         await answer("echo '{\"reward\": 1}' >&3; echo no such tool >&2; exit 3")
-    with pytest.raises(ProgramFailedError, match=r"exited with code 127.*not found"):
+    with pytest.raises(AgentFailedError, match=r"exited with code 127.*not found"):
         await answer("no-such-program-anywhere")
     monkeypatch.setattr(agents, "OUTPUT_BYTES", 5000)
-    with pytest.raises(ProgramFailedError) as failed:
+    with pytest.raises(AgentFailedError) as failed:
         await answer("i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done; exit 1")
     assert str(failed.value).endswith(r"\nline 19999'")
     assert len(str(failed.value)) < 2 * agents.SHOWN_CHARACTERS

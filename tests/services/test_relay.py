@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.agents import AgentFailedError, Example, Program, ProgramFailedError
+from services.agents import AgentFailedError, Example, Program
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem, RewardResult
 from services.relay import Relay
@@ -138,9 +138,9 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
 
 
 async def test_a_program_that_fails_says_why() -> None:
-    with pytest.raises(ProgramFailedError, match="ZeroDivisionError"):
+    with pytest.raises(AgentFailedError, match="ZeroDivisionError"):
         await play(Model(), "1 / 0")
-    with pytest.raises(ProgramFailedError, match="HTTP Error 503"):
+    with pytest.raises(AgentFailedError, match="HTTP Error 503"):
         await play(Model(503), "say(messages)")
     gone = Model()
 
@@ -148,7 +148,7 @@ async def test_a_program_that_fails_says_why() -> None:
     async def die(_request: Any, _next: Any) -> Any:
         raise httpx.ReadError("connection reset")
 
-    with pytest.raises(ProgramFailedError, match="HTTP Error 502"):
+    with pytest.raises(AgentFailedError, match="HTTP Error 502"):
         await play(gone, "say(messages)")
 
 

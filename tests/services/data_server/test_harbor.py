@@ -9,7 +9,7 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
-from services.data_server.checked_tasks import checks_file
+from services.data_server.generators import checks_file
 from services.data_server.harbor import FIRST_NUMBER, Task, TaskRefusedError, read_task, read_tasks
 from services.data_server.settings import DataSettings
 from tests.tasks import TASKS, TOML, write_task
@@ -85,7 +85,7 @@ def test_a_step_has_its_own_limits_and_else_those_of_its_task(tmp_path: Path) ->
         {"A": "task", "B": "step"},
     )
     assert (one.tests, two.tests) == ((tmp_path / "tests",), (tmp_path / "tests", tmp_path / "steps/two/tests"))
-    assert task.takes_last
+    assert task.reward_strategy == "final"
 
 
 def test_a_dockerfile_gives_files_and_variables(tmp_path: Path) -> None:

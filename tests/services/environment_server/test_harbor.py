@@ -19,8 +19,7 @@ from services.environment_server import harbor
 from services.environment_server.harbor import HarborTasks
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.task_checks import check_task, copied_answers
-from services.environment_server.trials import Trial
-from services.environment_server.verdicts import NoRewardError, is_hook, merged, read_rewards
+from services.environment_server.trials import NoRewardError, Trial, is_hook, merged, read_rewards
 from services.reward_server.settings import RewardSettings
 from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Files, Outcome
@@ -254,6 +253,26 @@ LEFT = {
 async def test_what_an_agent_leaves_earns_nothing(attack: str, boxes: Any) -> None:
     tasks = boxes(TASKS / "make-file")
     assert await _reward(tasks, LEFT[attack]) in (0.0, None)
+
+
+@_in_boxes
+@pytest.mark.parametrize(
+    ("attack", "reason"), {"14 a sparse file": f"more than {16 * 2**20} bytes", "14 many files": "10000 files"}.items()
+)
+async def test_the_end_of_an_episode_names_the_limit_that_its_files_exceed(
+    attack: str, reason: str, boxes: Any
+) -> None:
+    tasks = boxes(TASKS / "make-file")
+    [task] = tasks.tasks.values()
+    for program, is_over in ((LEFT[attack], True), (": > a", False)):
+        async with Trial(tasks, task) as trial:
+            await trial.run("bash", program)
+            await trial.grade()
+            end = trial.transition([{"role": "user", "content": "[no output]"}])
+        assert isinstance(end.state, list)
+        last = end.state[-1]["content"]
+        assert (end.reward, end.figures["files_over_limit"]) == (0.0, float(is_over))
+        assert (reason in last, "at most 10,000 files of 16 MiB in all are taken" in last) == (is_over, is_over)
 
 
 PYTEST = {

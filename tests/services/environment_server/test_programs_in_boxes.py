@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -22,7 +23,7 @@ from services.agents import AgentFailedError
 from services.clients.environment import EnvironmentClient
 from services.clients.games import BoxedProgram, ToolAgent
 from services.data_server.harbor import read_task
-from services.environment_server import programs
+from services.environment_server import harbor
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.harnesses import PRESETS, Harness
@@ -215,13 +216,14 @@ async def test_a_preset_runs_in_the_box_and_is_wrong_over_a_limit(
     play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(harnesses, "HARNESSES", tmp_path / "harnesses")
-    monkeypatch.setattr(programs, "HARNESSES", tmp_path / "harnesses")
+    monkeypatch.setattr(harbor, "HARNESSES", tmp_path / "harnesses")
     (tmp_path / "harnesses").mkdir()
     code = "import subprocess\nsaid = ask()\nif said == 'more': ask(), ask(), ask(), ask()\n"
     code += "config = open(os.path.expanduser('~/.own/config')).read()\n"
     code += "assert config == os.path.expanduser('~') + ' 3', config\nsubprocess.run(['sh', '-c', said])\n"
     harness = scripted(tmp_path / "harnesses", code, files={".own/config": "$home $turns"})
-    monkeypatch.setitem(PRESETS, "scripted", replace(harness, program="harness"))
+    command = harness.command.replace(shlex.quote(sys.executable), "harness")
+    monkeypatch.setitem(PRESETS, "scripted", replace(harness, command=command))
     monkeypatch.setattr(Harness, "is_installed", True)
     right = await play(VALUE, "preset:scripted", ["ls -a ~ / > seen.txt; echo 7 > value.txt"])
     assert (right.result.reward, right.turns) == (1.0, 1)

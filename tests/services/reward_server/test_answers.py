@@ -7,7 +7,7 @@ import time
 import pytest
 
 from services.core.numbers import quantity
-from services.reward_server.answers import Verdict, judge
+from services.reward_server.answers import judge
 
 RIGHT = {
     "0.5": [r"\boxed{50\%}", "#### .5", "<answer>\u00bd</answer>"],
@@ -71,14 +71,12 @@ UNDECIDED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("table", "verdict"), [(RIGHT, Verdict.RIGHT), (WRONG, Verdict.WRONG), (UNDECIDED, Verdict.UNDECIDED)]
-)
+@pytest.mark.parametrize(("table", "is_right"), [(RIGHT, True), (WRONG, False), (UNDECIDED, None)])
 def test_a_number_is_right_in_whatever_spelling_and_other_expressions_are_left_to_math_verify(
-    table: dict[str, list[str]], verdict: Verdict
+    table: dict[str, list[str]], is_right: bool | None
 ) -> None:
-    found = {(response, truth): judge(response, truth).verdict for truth in table for response in table[truth]}
-    assert {pair: one for pair, one in found.items() if one is not verdict} == {}
+    found = {(response, truth): judge(response, truth).is_right for truth in table for response in table[truth]}
+    assert {pair: one for pair, one in found.items() if one is not is_right} == {}
 
 
 CUT = {
@@ -103,9 +101,9 @@ CUT = {
 def test_an_answer_at_the_end_of_a_response_that_was_cut_is_not_whole_and_one_before_its_end_counts() -> None:
     for response, truths in CUT.items():
         for truth in truths:
-            assert judge(response, truth, truncated=True).verdict is Verdict.WRONG, response
+            assert judge(response, truth, truncated=True).is_right is False, response
     for response in ("#### 72\nSo 72", "<answer>72</answer> and 7", r"\boxed{72} and 72", "the answer is 72. As 7"):
-        assert judge(response, "72", truncated=True).verdict is Verdict.RIGHT, response
+        assert judge(response, "72", truncated=True).is_right is True, response
 
 
 LONG = [

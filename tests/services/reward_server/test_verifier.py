@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.reward_server import verifier
-from services.reward_server.answers import Verdict, judge
+from services.reward_server.answers import judge
 
 EQUAL = [
     (r"\frac{3}{4}", "0.75"),
@@ -45,7 +45,7 @@ def test_what_is_nearly_a_spelling_of_a_number_is_rewarded_as_none() -> None:
         for truth in truths:
             judgement = judge(answer, truth)
             assert judgement.answer is not None
-            assert judgement.verdict is not Verdict.RIGHT
+            assert judgement.is_right is not True
             assert not verifier.is_equal(judgement.answer, truth), (answer, truth)
 
 
