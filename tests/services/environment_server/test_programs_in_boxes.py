@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +221,7 @@ async def test_a_preset_runs_in_the_box_and_is_wrong_over_a_limit(
     code += "config = open(os.path.expanduser('~/.own/config')).read()\n"
     code += "assert config == os.path.expanduser('~') + ' 3', config\nsubprocess.run(['sh', '-c', said])\n"
     harness = scripted(tmp_path / "harnesses", code, files={".own/config": "$home $turns"})
-    command = harness.command.replace(shlex.quote(sys.executable), "harness")
-    monkeypatch.setitem(PRESETS, "scripted", replace(harness, command=command))
+    monkeypatch.setitem(PRESETS, "scripted", harness)
     monkeypatch.setattr(Harness, "is_installed", True)
     right = await play(VALUE, "preset:scripted", ["ls -a ~ / > seen.txt; echo 7 > value.txt"])
     assert (right.result.reward, right.turns) == (1.0, 1)
