@@ -325,7 +325,8 @@ class HttpClient:
                 last_state = str(error)
             pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
             await asyncio.sleep(min(pause, remaining))
-        raise DependencyLostError(f"{self._place} is unhealthy after {deadline_seconds:g} s: {last_state}; see its log")
+        state = f"{last_state}; see its log"
+        raise DependencyLostError(f"{self._place} is not healthy after {deadline_seconds:g} s: {state}")
 
     def _build(
         self, method: str, path: str, payload: Payload, seconds: float, options: RequestOptions

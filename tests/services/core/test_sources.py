@@ -28,10 +28,10 @@ def test_sources_are_read_with_their_own_settings_and_sorted_by_name(write):
     sources = load_sources(
         write("- name: sums\n  ratio: 2\n  dataset: arithmetic\n- name: held\n  eval_only: true\n  group_size: 3\n")
     )
-    assert [source.name for source in sources.all] == ["held", "sums"]
-    assert [source.name for source in sources.trained] == ["sums"]
-    assert sources.all[0].settings == {"group_size": "3"}
-    assert (sources.all[1].ratio, sources.all[1].settings) == (2.0, {"dataset": "arithmetic"})
+    assert [source.name for source in sources] == ["held", "sums"]
+    assert [source.eval_only for source in sources] == [True, False]
+    assert sources[0].settings == {"group_size": "3"}
+    assert (sources[1].ratio, sources[1].settings) == (2.0, {"dataset": "arithmetic"})
 
 
 @pytest.mark.parametrize(
