@@ -340,7 +340,7 @@ class Engine(HttpClient):
 
         Requests in flight end first, unless generation is paused.
         """
-        await self._update("/update_weights_from_disk", version, model_path=str(path))
+        await self._ask("POST", "/update_weights_from_disk", _update(version, model_path=str(path)))
 
     async def load_adapter(self, path: Path | str, version: int) -> None:
         """Load the LoRA adapter in a directory as ``version``, in place of the one before; see ``hold``."""
@@ -398,8 +398,7 @@ class Engine(HttpClient):
         An update of several calls passes its ``version`` with the last call and None with the others. The tensors come
         one by one, or with ``is_flattened`` in one broadcast of all their bytes.
         """
-        await self._update(
-            "/update_weights_from_distributed",
+        update = _update(
             version,
             names=list(names),
             dtypes=list(dtypes),
@@ -407,6 +406,7 @@ class Engine(HttpClient):
             group_name=group_name,
             load_format="flattened_bucket" if is_flattened else None,
         )
+        await self._ask("POST", "/update_weights_from_distributed", update)
 
     async def receive_shared(self, buckets: Sequence[str], version: int | None) -> None:
         """Copy tensors out of the memory of GPUs that the engine shares with the trainer.
@@ -416,7 +416,7 @@ class Engine(HttpClient):
             version: the policy version with the last call of an update, None with the others.
         """
         bucket = {"serialized_named_tensors": list(buckets), "load_format": "flattened_bucket"}
-        await self._update("/update_weights_from_tensor", version, **bucket)
+        await self._ask("POST", "/update_weights_from_tensor", _update(version, **bucket))
 
     async def end_update(self) -> None:
         """End a weight update by broadcast or a shared GPU."""
@@ -487,10 +487,6 @@ class Engine(HttpClient):
     async def _set_version(self, text: str) -> None:
         await self._ask("POST", "/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
-    async def _update(self, path: str, version: int | None, **weights: Any) -> None:
-        text = None if version is None else str(version)
-        await self._ask("POST", path, {**weights, "flush_cache": True, "weight_version": text})
-
     async def _ask(self, method: str, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         response = await self.send_once(method, path, payload, seconds=self.timeout)
         body: Any = None
@@ -558,6 +554,11 @@ def choose_engine(settings: RolloutSettings, n_gpus: int) -> type[Engine]:
     if kind is EngineKind.AUTO:
         kind = EngineKind.SGLANG if n_gpus > 0 else EngineKind.EMBEDDED
     return ENGINES[kind]
+
+
+def _update(version: int | None, **weights: Any) -> dict[str, Any]:
+    """Return the body of a call that changes weights, after which the engine serves ``version`` unless it is None."""
+    return {**weights, "flush_cache": True, "weight_version": None if version is None else str(version)}
 
 
 def _completion(record: dict[str, Any]) -> TokenSequence:
