@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from prometheus_client import Counter
+
 from services.core.errors import DependencyLostError
 from services.protocol.rewards import RewardItem, RewardStatus
 from services.reward_server.pool import Evaluation
@@ -38,6 +40,7 @@ _DEFINED = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 _CLOCK = 10.0
 """Seconds by the clock for each second of processor time, so that a busy machine decides nothing."""
 _KEPT = 20_000
+LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 Run = Callable[..., Awaitable[Result]]
 """Does a deed as ``Box.run`` does, with the arguments of the deed and perhaps ``stdin``."""
 _COLUMNS = {"tests", "test_list", "entry_point", "private_test_cases", "input_output"}
@@ -236,7 +239,7 @@ class CodeReward:
         backend = await choose(settings.sandbox, settings.interpreter, writes=False)
         cpu_seconds = settings.code_cpu_seconds
         limits = Limits(cpu_seconds=cpu_seconds, seconds=_CLOCK * cpu_seconds, memory_mb=settings.code_memory_mb)
-        self._pool = BoxPool(backend, settings.interpreter, limits, settings.reward_workers)
+        self._pool = BoxPool(backend, settings.interpreter, limits, settings.reward_workers, LOST.inc)
         await self._pool.start()
 
     async def stop(self) -> None:

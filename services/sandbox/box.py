@@ -9,13 +9,11 @@ import os
 import struct
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
-
-from prometheus_client import Counter
 
 from services.core.errors import DependencyLostError
 from services.sandbox.backends import BOX, BackendName, Interpreter, Layout, command, is_open
@@ -23,8 +21,6 @@ from services.sandbox.kernel import Confinement, Limits, landlock_version
 from services.sandbox.watch import remove
 
 T = TypeVar("T")
-
-LOST = Counter("reward_boxes_lost", "Boxes that were lost while they ran an answer's program.")
 
 START_SECONDS = 300.0
 """A machine whose memory is short takes minutes over what else takes 50 ms."""
@@ -315,9 +311,16 @@ class Box:
 class BoxPool:
     """Boxes in which answers run, first come first served; a box that is lost is replaced by a new one."""
 
-    def __init__(self, backend: BackendName, interpreter: Interpreter, limits: Limits, size: int) -> None:
-        """Describe a pool of ``size`` boxes; ``start`` starts them."""
-        self._limits = limits
+    def __init__(
+        self,
+        backend: BackendName,
+        interpreter: Interpreter,
+        limits: Limits,
+        size: int,
+        on_loss: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Describe a pool of ``size`` boxes; ``start`` starts them. ``on_loss`` is called for each box that is lost."""
+        self._limits, self._on_loss = limits, on_loss
         self._boxes = [Box(backend, interpreter, limits) for _ in range(size)]
         self._free: asyncio.Queue[Box] = asyncio.Queue()
         self._stopping = False
@@ -359,5 +362,5 @@ class BoxPool:
                 self._free.put_nowait(box)
             if result.outcome is not Outcome.INFRASTRUCTURE:
                 break
-            LOST.inc()
+            self._on_loss()
         return result
