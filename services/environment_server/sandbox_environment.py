@@ -287,6 +287,9 @@ class Sandboxed(BoxEpisode):
             saved = require_box(await self._box.save(SAVED_BYTES))
             await self._box.close()
             files = saved if isinstance(saved, dict) else {}
+            if not isinstance(saved, dict):
+                limit = f"at most {SAVED_BYTES >> 20} MiB of files are taken to the tests"
+                self._messages.append({"role": "user", "content": f"This earns 0: {limit} ({saved.last_line})."})
         if task.file not in files:
             return 0.0
         left = tasks.limits.seconds

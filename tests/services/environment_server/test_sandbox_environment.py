@@ -242,7 +242,9 @@ async def test_a_program_that_hides_in_the_files_is_a_wrong_answer(sandbox: Any)
             assert (done["status"], done["reward"]) == ("terminated", 0.0), (number, done)
         episode = await begin(client, "Write double")
         await step(client, episode, 0, python("open('solution.py', 'w').write('#' * 10**7)"))
-        assert (await step(client, episode, 1, DONE))["reward"] == 0.0
+        done = await step(client, episode, 1, DONE)
+        assert done["reward"] == 0.0
+        assert "at most 8 MiB" in said(done)
 
 
 async def test_a_session_has_turns_and_processor_time(sandbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
