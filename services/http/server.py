@@ -68,8 +68,8 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         raise lifecycle.failure
 
 
-def listen(host: str, port: int, remedy: str = "free it, or give another --host or --port") -> socket.socket:
-    """Return a listening TCP socket; ``remedy`` ends the message of a refusal.
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening TCP socket.
 
     Raises:
         ConfigurationError: the address is taken, is not an address of this machine, or has an impossible port.
@@ -80,6 +80,7 @@ def listen(host: str, port: int, remedy: str = "free it, or give another --host 
         return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_dual)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
+        remedy = "free it, or give another --host or --port"
         raise ConfigurationError(f"cannot listen on {host}:{port} ({reason}); {remedy}") from error
 
 
