@@ -78,9 +78,17 @@ def kept_logging() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Fail a skipped test under --require-all, unless it is marked optional."""
-    report = yield
+    try:
+        report = yield
+    except SystemError:
+        # CPython 3.11's parser, which shows a failure's source, may refuse beside a thread that parses, too.
+        style, item.config.option.tbstyle = item.config.option.tbstyle, "native"
+        report = pytest.TestReport.from_item_and_call(item, call)
+        item.config.option.tbstyle = style
     is_skipped = report.skipped and not hasattr(report, "wasxfail")
     if is_skipped and item.config.getoption("require_all") and item.get_closest_marker("optional") is None:
         assert isinstance(report.longrepr, tuple)
