@@ -43,7 +43,7 @@ TOKENS = 64
 """Most tokens of the fixed text."""
 PATIENCE_SECONDS = 5.0
 """Longest wait for the answers of a worker whose weights are proven."""
-ANSWERS_EVERY = 8
+ANSWERS_EVERY = 32
 """Versions from one text to the next for workers whose every tensor is proven by name. The answers then say how far
 trainer and engine are apart, and cost more than the digests."""
 MOST_REFUSALS = 2
