@@ -29,7 +29,6 @@ from services.core.linear import Head, Linear, make_linear
 from services.embedded_engine.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.kv_cache import STEP, KeysValues, KVCache, round_up
 from services.embedded_engine.weights import Architecture
-from services.weights.digests import digest
 
 CHUNK = 128
 """Values summed by one product."""
@@ -192,8 +191,9 @@ class Model:
                 if whole is not None:
                     names = [f"{module}.{kind}" for module in modules]
                     yield from zip(names, whole.split([shapes[name][0] for name in names]), strict=True)
-        if not self.architecture.has_tied_embeddings or digest(weights.head.weight) != digest(weights.embedding):
-            yield "lm_head.weight", weights.head.weight
+        head = weights.head.weight
+        if not self.architecture.has_tied_embeddings or not torch.equal(head, weights.embedding.to(head.dtype)):
+            yield "lm_head.weight", head
 
     def prefill(
         self,
