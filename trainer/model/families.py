@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from services.core.errors import ConfigurationError
 
-_STEPS = "steps"
 _JOB = "whole runs"
 _KILLED = f"{_JOB}, one killed"
 _ON_SGLANG = f"{_KILLED}; steps with SGLang"
@@ -29,7 +28,7 @@ class Family(NamedTuple):
     layers: str = "full attention"
     calls: str = _NONE
     """The form of its calls of tools; see services/chat/answers.py."""
-    ran: str = _STEPS
+    ran: str = _KILLED
     """The runs and comparisons that were seen to work."""
     has_adapters: bool = True
     """True if LoRA trains it, because its layers are single linear layers."""
@@ -42,51 +41,45 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("Llama 2, 3", "llama", calls=_HERMES, ran=_KILLED),
+    Family("Llama 2, 3", "llama", calls=_HERMES),
     Family("Mistral, Ministral 8B", "mistral", options={"sliding_window": None}),
     Family("Ministral (windows)", "ministral", _WINDOWS, sglang=BY_TRANSFORMERS, sglang_lora=False, options=_WINDOW),
-    Family("Qwen2, 2.5", "qwen2", calls=_HERMES, ran=_KILLED),
-    Family("Qwen3", "qwen3", calls=_HERMES, ran=_JOB),
-    Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, _KILLED, has_adapters=False),
-    Family(
-        "Qwen3-Next", "qwen3_next", "gated delta net; experts", _HERMES, _KILLED, has_adapters=False, options=_DELTA
-    ),
-    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, _KILLED, sglang_lora=False, options=_DELTA),
+    Family("Qwen2, 2.5", "qwen2", calls=_HERMES),
+    Family("Qwen3", "qwen3", calls=_HERMES),
+    Family("Qwen3 MoE", "qwen3_moe", "full attention; experts", _HERMES, has_adapters=False),
+    Family("Qwen3-Next", "qwen3_next", "gated delta net; experts", _HERMES, has_adapters=False, options=_DELTA),
+    Family("Qwen3.5, 3.6, 3.8", "qwen3_5_text", "gated delta net", _XML, sglang_lora=False, options=_DELTA),
     Family(
         *("Qwen3.5 MoE and later", "qwen3_5_moe_text", "gated delta net; experts", _XML),
         has_adapters=False,
         options=_DELTA,
     ),
     Family("Gemma 1", "gemma"),
-    Family("Gemma 2", "gemma2", f"{_WINDOWS}; caps", ran=_KILLED, options=_WINDOW),
-    Family("Gemma 3", "gemma3_text", _WINDOWS, ran=_KILLED, options=_WINDOW),
+    Family("Gemma 2", "gemma2", f"{_WINDOWS}; caps", options=_WINDOW),
+    Family("Gemma 3", "gemma3_text", _WINDOWS, options=_WINDOW),
     Family(
-        *("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4", _KILLED),
+        *("Gemma 4", "gemma4_text", _WINDOWS, "Gemma 4"),
         sglang="its own, of image checkpoints",
         sglang_lora=False,
         options=_WINDOW,
     ),
-    Family(
-        *("gpt-oss", "gpt_oss", f"{_WINDOWS}; sinks; experts", "harmony", _KILLED),
-        has_adapters=False,
-        options=_WINDOW,
-    ),
+    Family("gpt-oss", "gpt_oss", f"{_WINDOWS}; sinks; experts", "harmony", has_adapters=False, options=_WINDOW),
     Family("OLMo 1, 2", "olmo2"),
     Family("OLMo 3", "olmo3", _WINDOWS, ran=_ON_SGLANG, options=_WINDOW),
-    Family("EXAONE 4", "exaone4", _WINDOWS, ran=_KILLED, options=_WINDOW),
+    Family("EXAONE 4", "exaone4", _WINDOWS, options=_WINDOW),
     Family("LFM2", "lfm2", "short convolutions", ran=_ON_SGLANG, sglang_lora=False, options=_CONVOLUTIONS),
     Family("Granite 3", "granite"),
-    Family("Granite 4", "granitemoehybrid", "Mamba-2", ran=_KILLED, has_adapters=False),
+    Family("Granite 4", "granitemoehybrid", "Mamba-2", has_adapters=False),
     Family("Command R", "cohere"),
-    Family("Command R7B, A", "cohere2", _WINDOWS, ran=_KILLED, options=_WINDOW),
+    Family("Command R7B, A", "cohere2", _WINDOWS, options=_WINDOW),
     Family("SmolLM3", "smollm3", calls=_HERMES, sglang=BY_TRANSFORMERS, sglang_lora=False),
     Family("SmolLM2", "llama", calls=_HERMES, ran=f"{_JOB}: the demo"),
-    Family("Phi 1, 2", "phi", ran=_KILLED, sglang_lora=False),
+    Family("Phi 1, 2", "phi", sglang_lora=False),
     Family("Phi 3, 4", "phi3"),
     Family("GLM 4", "glm4"),
     Family("Seed-OSS", "seed_oss", sglang=BY_TRANSFORMERS, sglang_lora=False),
     Family("StarCoder 2", "starcoder2", sglang_lora=False),
-    Family("GPT-2", "gpt2", ran=_KILLED, has_adapters=False),
+    Family("GPT-2", "gpt2", has_adapters=False),
 )
 
 
