@@ -208,12 +208,19 @@ class Engine(HttpClient):
         """Return the log-probabilities of ``token_ids[1:]``, each given the tokens before it.
 
         ``lora_path`` names the LoRA adapter to compute with; None: the model alone.
+
+        Raises:
+            WorkerRefusedError: it gave none, or not all, as an engine does that ends or aborts the request.
+            DependencyLostError: it did not answer.
         """
         body = self.score_body({"input_ids": list(token_ids)}, 1, lora_path=lora_path)
-        try:
-            return self.read_scores(await self._ask("POST", self.generate_path, body))[1]
-        except (KeyError, IndexError, TypeError) as error:
-            raise WorkerRefusedError(f"worker {self.url}/generate answered without input logprobs") from error
+        scores: list[float] = []
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            scores = self.read_scores(await self._ask("POST", self.generate_path, body))[1]
+        if len(scores) != len(token_ids) - 1:
+            given = f"{len(scores)} of {len(token_ids) - 1} input logprobs"
+            raise WorkerRefusedError(f"worker {self.url}{self.generate_path} answered with {given}")
+        return scores
 
     @classmethod
     def score_body(cls, prompt: Mapping[str, Any], start: int, *, lora_path: str | None = None) -> dict[str, Any]:

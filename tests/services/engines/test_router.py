@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import DependencyLostError
-from services.engines.engine import ENGINES, Embedded, Engine, choose_engine
+from services.engines.engine import ENGINES, Embedded, Engine, WorkerRefusedError, choose_engine
 from services.engines.router import ENGINE_LABEL, RouterAdmin, Worker
 from services.engines.settings import EngineKind, RolloutSettings
 from tests.fake_service import fake_service
@@ -54,3 +54,14 @@ def test_auto_is_sglang_where_there_is_a_gpu(gpus: int) -> None:
     for kind, engine in ENGINES.items():
         assert choose_engine(RolloutSettings(rollout_engine=kind), gpus) is engine
     assert choose_engine(RolloutSettings(rollout_engine="auto"), gpus) is (Engine if gpus else Embedded)
+
+
+@pytest.mark.parametrize("entries", [None, [], [[None, 5, None]], [[None, 5, None], [-0.5, 6, None]]])
+@pytest.mark.parametrize("kind", ENGINES)
+async def test_an_engine_that_ends_before_it_has_scored_a_text_has_refused(kind: str, entries: list[object]) -> None:
+    reply = {"text": "", "meta_info": {} if entries is None else {"input_token_logprobs": entries}}
+    engine_class = ENGINES[kind]
+    with fake_service({f"POST {engine_class.generate_path}": lambda _: reply}) as service:
+        async with engine_class(service.endpoint.url, timeout=30) as engine:
+            with pytest.raises(WorkerRefusedError, match="of 2 input logprobs"):
+                await engine.rescore([5, 6, 7])
