@@ -1,4 +1,4 @@
-"""An attempt at a task: the box of its programs, and a second one in which its tests run on the files of the first."""
+"""An attempt at a task: the box of its programs, a second one in which tests run on those files, and the verdict."""
 
 from __future__ import annotations
 
