@@ -627,6 +627,8 @@ def test_whoever_uses_the_keyboard_sees_where_they_are_and_reaches_every_run(ope
         assert hidden_focus(page, 40) == [], part
     page.get_by_role("link", name="Plots").click()
     box = page.get_by_label("show short")
+    # A hidden box takes no focus, and a key does not wait for it.
+    expect(box).to_be_visible()
     box.press("Space")
     expect(box).not_to_be_checked()
     expect(box).to_be_focused()
