@@ -20,7 +20,15 @@ from pathlib import Path
 from local_runner.processes import MARK
 from local_runner.spec import JobGroup, TaskSpec
 from services.core import machine
-from services.core.endpoints import APART_VARIABLE, ENDPOINTS_VARIABLE, ENGINE_PORT, PORTS, Task
+from services.core.endpoints import (
+    APART_VARIABLE,
+    ENDPOINTS_VARIABLE,
+    ENGINE_PORT,
+    PORTS,
+    TASK_VARIABLE,
+    Task,
+    component_of,
+)
 from services.core.errors import ConfigurationError
 
 BLOCK_TRIES = 64
@@ -85,11 +93,12 @@ def health_address(addresses: Mapping[str, str], node: str) -> str | None:
         node: task and rank.
     """
     task, _, rank = node.rpartition("-")
+    component = component_of(task)
     # Of the trainer only the first rank listens.
-    if task not in set(Task) or not PORTS[Task(task)] or (task == Task.TRAINER and rank != "0"):
+    if component not in set(Task) or not PORTS[Task(component)] or (task == Task.TRAINER and rank != "0"):
         return None
     # The first rollout node is up once its router is.
-    port = ENGINE_PORT if task == Task.ROLLOUT_SERVER and rank != "0" else PORTS[Task(task)][0]
+    port = ENGINE_PORT if task == Task.ROLLOUT_SERVER and rank != "0" else PORTS[Task(component)][0]
     return addresses.get(f"{node}:{port}")
 
 
@@ -193,6 +202,7 @@ def node_environment(run: LocalRun, task: TaskSpec, rank: int) -> dict[str, str]
         machine.CORES_VARIABLE: threads or str(max(1, machine.cores() // task.num_nodes)),
         "SKYPILOT_TASK_ID": f"local-{run.run_id}-{run.mark}_{run.group.name}_{task.name}",
         ENDPOINTS_VARIABLE: run.addresses.variable,
+        TASK_VARIABLE: task.name,
         APART_VARIABLE: str(tiers_have_own_gpus(run)).lower(),
         MARK: run.node_mark(task, rank),
     }

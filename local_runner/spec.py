@@ -13,7 +13,7 @@ from typing import Any
 
 from dotenv import dotenv_values
 
-from services.core.endpoints import Task, is_colocated
+from services.core.endpoints import Task, component_of, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import read_yaml
 
@@ -51,9 +51,9 @@ class TaskSpec:
 
     @property
     def components(self) -> list[str]:
-        """Its name, and the names of other tasks whose components run on its nodes."""
+        """Its own component, and the names of other tasks whose components run on its nodes."""
         is_host = self.name == Task.TRAINER and is_colocated(self.environment)
-        return [self.name, *([Task.ROLLOUT_SERVER.value] if is_host else [])]
+        return [component_of(self.name), *([Task.ROLLOUT_SERVER.value] if is_host else [])]
 
 
 @dataclass(frozen=True)

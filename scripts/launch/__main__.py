@@ -24,7 +24,7 @@ from typer import Option
 from local_runner import skypilot, spec
 from local_runner.launch import grpo_command
 from services.core import logs
-from services.core.endpoints import Task
+from services.core.endpoints import Task, component_of
 from services.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ Count = Annotated[int | None, Option(min=1, help=COUNT)]
 MODEL = "A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else the file's."
 GPUS = "GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try."
 OUTPUT = "Directory for the YAMLs; default: .cache/launch/, by model, nodes and GPUs."
+IMAGES = "Images of the tasks of DATASET=harbor:DIR, each of which has a pod for its environment-server."
 STOCK = "Leave out examples/gpu.env and its numbers of nodes: start from the file alone."
 
 
@@ -60,6 +61,7 @@ def main(
     env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines; --env wins. Repeatable.")] = None,
     secret: Annotated[Texts, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
     image: Annotated[Text, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
+    max_images: Annotated[int, Option(min=1, help=IMAGES)] = 20,
     output: Annotated[Path | None, Option(help=OUTPUT)] = None,
     stock: Annotated[bool, Option("--stock", help=STOCK)] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
@@ -77,7 +79,9 @@ def main(
     settings = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
     secrets = spec.assignments(secret or [], "--secret")
     nodes = (rollout_nodes, trainer_nodes)
-    request = Request(model, *nodes, gpus, rollout_gpus, colocate, asynchronous, agent, environment, image, stock)
+    request = Request(
+        model, *nodes, gpus, rollout_gpus, colocate, asynchronous, agent, environment, image, stock, max_images
+    )
     plan = plan_of(request, settings, secrets)
     files = write(plan, output or Path(".cache/launch", plan.name))
     # A program gets the job's number.
@@ -96,7 +100,7 @@ def write(plan: Plan, directory: Path) -> tuple[Path, Path]:
     old = skypilot.values(plan.file.read_text("utf-8"))
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for (task, key), value in skypilot.values(plan.text).items():
-        if value != (present := old.get((task, key), "-")):
+        if value != (present := old.get((component_of(task), key), "-")):
             row = key.removeprefix(f"{skypilot.ENVS}."), present, value, plan.sources[task, key]
             rows.setdefault(row, []).append(task)
     if _gibibytes(present_size) != gibibytes:

@@ -12,8 +12,9 @@ import yaml
 
 from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
+from scripts.launch.images import images_of, with_images
 from scripts.launch.sizes import Sizes, Tier, derive, parse_gpus
-from services.core.endpoints import Task, is_colocated
+from services.core.endpoints import Task, component_of, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
 from services.data_server.settings import DataSettings, check_file, named_files
@@ -59,6 +60,7 @@ class Request:
     environment: str | None = None
     image: str | None = None
     stock: bool = False
+    max_images: int = 20
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         group, loaded = _loaded(file, preset | given, secrets)
     counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
+    images = images_of(loaded, before, request.max_images)
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
+    if images:
+        of_options.pop((Task.ENVIRONMENT_SERVER, "resources.image_id"), None)
     gpus = {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
     by_source: dict[str, Changes] = {
         "derived": sizes.resources | _variables(group, sizes.settings),
@@ -124,11 +129,17 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     return Plan(
         name=_name(Path(model.name).name, file.stem, tiers),
         file=file,
-        text=skypilot.edited(before, changes),
-        sources={key: source for source, part in by_source.items() for key in part},
+        text=(text := with_images(skypilot.edited(before, changes), images)),
+        sources=_sources(by_source, text),
         volume=sizes.volume,
         notes=[*adapters, *_left_behind(_named_paths(loaded)), *_forecast(trainer, model, sizes, preset)],
     )
+
+
+def _sources(by_source: Mapping[str, Changes], text: str) -> dict[tuple[str, str], str]:
+    """Return the source of each value of a job group; ``derived`` for those that its images bring."""
+    named = {key: source for source, part in by_source.items() for key in part}
+    return {(task, key): named.get((component_of(task), key), "derived") for task, key in skypilot.values(text)}
 
 
 def _gains_from_overlap(settings: TrainerSettings, seconds: StepSeconds | None) -> bool:
@@ -275,7 +286,14 @@ def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
 
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> Changes:
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
-    readers = checks.tasks_by_variable()
+    readers = {
+        # The questions of environments, their scores and their boxes are of these settings, too.
+        name: [
+            *tasks,
+            *([Task.ENVIRONMENT_SERVER] if {Task.DATA_SERVER, Task.REWARD_SERVER}.intersection(tasks) else []),
+        ]
+        for name, tasks in checks.tasks_by_variable().items()
+    }
     return {
         (task.name, f"{skypilot.ENVS}.{name}"): skypilot.scalar(value)
         for name, value in variables.items()

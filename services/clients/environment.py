@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -24,10 +25,10 @@ import orjson
 import prometheus_client
 
 from services.clients.play import Episode
-from services.core.endpoints import Endpoint, Task, endpoint, mapped_addresses
+from services.core.endpoints import PORTS, Endpoint, Task, endpoint, mapped_addresses, task_names
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.http.client import ServiceClient
+from services.http.client import RequestRefusedError, ServiceClient
 from services.protocol import evaluation as wire
 from services.protocol.base import ComponentRecord
 
@@ -50,6 +51,8 @@ FAILED_SECONDS = 10.0
 """A server that has failed is the last choice for this time."""
 SEARCH_SECONDS = 10.0
 """Time between two searches for servers."""
+MISDIRECTED = 421
+"""The status with which a server refuses a task of another server's image (RFC 9110, 15.5.20)."""
 PAUSE_SECONDS = 0.5
 """Pause before all servers, or a step at the same server, are tried again."""
 
@@ -137,7 +140,7 @@ class EnvironmentClient:
     """All environment-servers of the job group, or those at given addresses.
 
     An async context manager, used within one event loop. An episode begins on the server with the fewest episodes of
-    this client; a server that does not answer is passed over.
+    this client, among those that have the image of its task; a server that does not answer is passed over.
     """
 
     task = Task.ENVIRONMENT_SERVER
@@ -152,7 +155,9 @@ class EnvironmentClient:
             token: sent as ``Authorization: Bearer``.
             deadline: seconds that one request may take, the time included in which no server answers.
         """
-        self._addresses = None if servers is None else list(servers)
+        self._searches = servers is None
+        self._nodes = {server.url: server for server in servers or ()}
+        """The servers by the names of their nodes, where these are found by name."""
         self._token = token
         self.deadline = deadline
         self._servers: dict[str, EnvironmentServer] = {}
@@ -162,6 +167,8 @@ class EnvironmentClient:
         """The time of the last failure by the server's URL, by time.monotonic."""
         self.environments: dict[str, wire.EnvironmentInfo] = {}
         """The environment of the first episode by its source, which all others of the source must have."""
+        self._misdirected: dict[tuple[str, int], str] = {}
+        """Why a server does not play a seed, and another one does, by the server's URL and the seed."""
         self._searched = -SEARCH_SECONDS
 
     async def __aenter__(self) -> Self:
@@ -175,8 +182,9 @@ class EnvironmentClient:
         """Return the known servers, after a search for new ones if the last search was a while ago."""
         if time.monotonic() - self._searched >= SEARCH_SECONDS:
             self._searched = time.monotonic()
-            addresses = await find_servers(len(self._servers)) if self._addresses is None else self._addresses
-            for address in addresses:
+            if self._searches:
+                self._nodes = await find_servers(self._nodes)
+            for address in self._nodes.values():
                 await self.connect(address.url)
         return list(self._servers.values())
 
@@ -265,8 +273,16 @@ class EnvironmentClient:
             servers = sorted(await self.servers(), key=self._preference)
             reason = "" if servers else _none_found()
             for server in servers:
+                if (server.url, seed) in self._misdirected:
+                    reason = reason or self._misdirected[server.url, seed]
+                    continue
                 try:
                     reply = await server.reset(request, deadline=min(ANSWER_SECONDS, self.deadline))
+                except RequestRefusedError as error:
+                    if error.status != MISDIRECTED:
+                        raise
+                    reason = self._misdirected[server.url, seed] = error.detail
+                    continue
                 except DependencyLostError as error:
                     reason = str(error)
                 else:
@@ -377,23 +393,30 @@ def _none_found() -> str:
     return f"no server's name resolves, {first} included; see whether the task {Task.ENVIRONMENT_SERVER.value} runs"
 
 
-async def find_servers(least: int, task: Task = Task.ENVIRONMENT_SERVER) -> list[Endpoint]:
-    """Return the nodes of a task, by rank.
+async def find_servers(known: Collection[str] = (), task: Task = Task.ENVIRONMENT_SERVER) -> dict[str, Endpoint]:
+    """Return the nodes of a component by name, such as ``gateway-0``.
 
-    Under SkyPilot those are the ranks whose names resolve, up to the first beyond ``least`` nodes that does not. The
-    local runner lists all nodes in JOBGROUP_ENDPOINTS.
+    Under SkyPilot those are the ranks of each of its tasks whose names resolve or are ``known``, up to the first
+    that is neither. The local runner lists all nodes in JOBGROUP_ENDPOINTS.
     """
-    if mapping := mapped_addresses():
-        ranks = sum(key.startswith(f"{task.value}-") for key in mapping)
-        return [endpoint(task, rank=rank) for rank in range(ranks)]
-    if "SKYPILOT_JOBGROUP_NAME" not in os.environ:
-        return [endpoint(task)]
-    nodes: list[Endpoint] = []
-    while True:
-        address = endpoint(task, rank=len(nodes))
-        try:
-            await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        except OSError:
-            if len(nodes) >= least:
-                return nodes
-        nodes.append(address)
+    mapping = mapped_addresses()
+    is_alone = not mapping and "SKYPILOT_JOBGROUP_NAME" not in os.environ
+    nodes: dict[str, Endpoint] = {}
+    for name in task_names(task):
+        for rank in range(1) if is_alone else itertools.count():
+            node = f"{name}-{rank}"
+            if mapping and f"{node}:{PORTS[task][0]}" not in mapping:
+                break
+            address = endpoint(task, rank=rank, name=name)
+            if not (mapping or is_alone or node in known or await _resolves(address)):
+                break
+            nodes[node] = address
+    return nodes
+
+
+async def _resolves(address: Endpoint) -> bool:
+    try:
+        await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,10 @@ PORTS: dict[Task, tuple[int, ...]] = {
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
 APART_VARIABLE = "JOBGROUP_TIERS_APART"
 """Set by the local runner to ``true`` where engines and trainer have different GPUs."""
+ENVIRONMENT_SERVERS_VARIABLE = "JOBGROUP_ENVIRONMENT_SERVERS"
+"""The number of tasks with environment-servers, each for an image of its own; all but the first end with a number."""
+TASK_VARIABLE = "JOBGROUP_TASK"
+"""Set by the local runner to the name of a node's task."""
 COLOCATE_VARIABLE = "COLOCATE"
 EVERYWHERE = ("0.0.0.0", "::")
 """The address of all interfaces, with IPv4 and without."""
@@ -119,22 +124,33 @@ def hosting_task(task: Task) -> Task:
     return Task.TRAINER if task is Task.ROLLOUT_SERVER and is_colocated(os.environ) else task
 
 
-def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
+def task_names(task: Task) -> list[str]:
+    """Return the names of the tasks that have a component: one, unless images have environment-servers of their own."""
+    count = whole_number(ENVIRONMENT_SERVERS_VARIABLE) if task is Task.ENVIRONMENT_SERVER else None
+    return [task.value, *(f"{task.value}-{number}" for number in range(2, (count or 1) + 1))]
+
+
+def component_of(task: str) -> str:
+    """Return the component of a task by its name, such as ``environment-server`` of ``environment-server-2``."""
+    return re.sub(rf"^({Task.ENVIRONMENT_SERVER.value})-\d+$", r"\1", task)
+
+
+def endpoint(task: Task, port: int | None = None, rank: int = 0, name: str = "") -> Endpoint:
     """Return where every node of the job group reaches ``port`` (default: the main one) of node ``rank`` of ``task``.
 
-    Outside a job group (no SKYPILOT_JOBGROUP_NAME) that is this machine. A task that the job group lacks gets a name
-    that does not resolve, locally as under SkyPilot.
+    ``name`` is one of ``task_names``, the first by default. Outside a job group (no SKYPILOT_JOBGROUP_NAME) that is
+    this machine. A task that the job group lacks gets a name that does not resolve, locally as under SkyPilot.
 
     Raises:
         ConfigurationError: JOBGROUP_ENDPOINTS is malformed, or lacks the node of a task of which it has others.
     """
-    port, task = PORTS[task][0] if port is None else port, hosting_task(task)
+    port, name = PORTS[task][0] if port is None else port, name or hosting_task(task).value
     mapping, group = mapped_addresses(), os.environ.get("SKYPILOT_JOBGROUP_NAME")
-    if any(key.startswith(f"{task.value}-") for key in mapping):
-        return _mapped(task, port, rank)
+    if any(key.startswith(f"{name}-") for key in mapping):
+        return _mapped(name, port, rank)
     if mapping:
         group = group or "invalid"
-    return Endpoint(f"{task.value}-{rank}.{group}" if group else "127.0.0.1", port)
+    return Endpoint(f"{name}-{rank}.{group}" if group else "127.0.0.1", port)
 
 
 def bind_address(task: Task, port: int | None = None) -> Endpoint:
@@ -145,7 +161,7 @@ def bind_address(task: Task, port: int | None = None) -> Endpoint:
     """
     port = PORTS[task][0] if port is None else port
     if mapped_addresses():
-        return _mapped(hosting_task(task), port, node_rank())
+        return _mapped(os.environ.get(TASK_VARIABLE) or hosting_task(task).value, port, node_rank())
     everywhere = EVERYWHERE[all(":" in address for address in node_addresses())]
     return Endpoint(everywhere if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)
 
@@ -235,8 +251,8 @@ def tiers_are_apart() -> bool:
     return bool(os.environ.get("SKYPILOT_JOBGROUP_NAME"))
 
 
-def _mapped(task: Task, port: int, rank: int) -> Endpoint:
-    key = f"{task.value}-{rank}:{port}"
+def _mapped(task: str, port: int, rank: int) -> Endpoint:
+    key = f"{task}-{rank}:{port}"
     if (address := mapped_addresses().get(key)) is None:
         raise ConfigurationError(f"{ENDPOINTS_VARIABLE} lacks {key!r}; give its 'host:port', or unset the variable")
     host, _, number = address.rpartition(":")

@@ -132,7 +132,7 @@ class Task(BaseModel, frozen=True):
     digest: str
     """The digest of the names, contents and modes of all of its files."""
     image: str = Field(validation_alias=_in_toml("environment.docker_image", "image"))
-    """The name of the image that its Dockerfile begins with."""
+    """The image that has its programs: docker_image, or else what its Dockerfile begins with."""
     workdir: str
     environment: _Variables = Field(validation_alias=_in_toml("environment.env"))
     copies: Mapping[str, Path]
@@ -153,6 +153,11 @@ class Task(BaseModel, frozen=True):
     """The parts of the task that a box leaves out, and the keys that the format does not have."""
 
     @property
+    def own_places(self) -> tuple[str, ...]:
+        """The places that no other task need have."""
+        return tuple(place for place in self.places if place not in _WRITABLE)
+
+    @property
     def number(self) -> int:
         """The seed that begins an episode of this task, and of no other one."""
         return FIRST_NUMBER + int(self.digest[:12], 16) % (2**31 - FIRST_NUMBER)
@@ -170,7 +175,8 @@ def read_task(path: Path) -> Task:
     except tomllib.TOMLDecodeError as error:
         raise TaskRefusedError("task.toml", f"task.toml: {error}") from error
     keys = [*_keys(toml)]
-    box, image = toml.get("environment", {}), _read_image(path / "environment")
+    box = toml.get("environment", {})
+    image = _read_image(path / "environment", is_built="docker_image" in box)
     if not image.base and "docker_image" not in box:
         text = "neither a FROM of environment/Dockerfile nor [environment] docker_image names its image"
         raise TaskRefusedError("no image", text)
@@ -185,7 +191,7 @@ def read_task(path: Path) -> Task:
         "copies": image.copies,
         "places": _places(workdir, image.copies, [str(value) for _, name, value in keys if name == "artifacts.source"]),
         "steps": [*_steps(path, toml)],
-        "notes": [*_notes(path, keys, box, image.user)],
+        "notes": [*_notes(path, keys, box, image)],
     }
     try:
         task = Task.model_validate(values)
@@ -281,7 +287,7 @@ def _places(workdir: str, copies: Iterable[str], artifacts: Iterable[str]) -> li
     return [*dict.fromkeys((*map(str, places), *_WRITABLE))]
 
 
-def _notes(path: Path, keys: Sequence[tuple[str, str, Any]], box: Mapping[str, Any], user: str) -> Iterator[str]:
+def _notes(path: Path, keys: Sequence[tuple[str, str, Any]], box: Mapping[str, Any], image: _Image) -> Iterator[str]:
     """Yield what a box leaves out of a task, and the keys that the format does not have."""
     if unknown := [place for place, name, _ in keys if not name]:
         yield f"unknown keys: {', '.join(unknown)}"
@@ -292,7 +298,9 @@ def _notes(path: Path, keys: Sequence[tuple[str, str, Any]], box: Mapping[str, A
         yield "skills_dir is not read"
     if any(path.rglob("trajectory.json")):
         yield "trajectory.json, an earlier conversation, is not read"
-    users = {user, *(str(value) for _, name, value in keys if name in ("agent.user", "verifier.user"))} - {""}
+    if image.needs_build:
+        yield f"what environment/Dockerfile builds is in {box['docker_image']} alone"
+    users = {image.user, *(str(value) for _, name, value in keys if name in ("agent.user", "verifier.user"))} - {""}
     if users:
         yield f"user {', '.join(sorted(users))}: programs run as the box's user"
 
@@ -309,10 +317,15 @@ class _Image:
     user: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
+    needs_build: bool = False
 
 
-def _read_image(context: Path) -> _Image:
-    """Read a Dockerfile, if there is one; TaskRefusedError has the line that needs a build or cannot be read."""
+def _read_image(context: Path, *, is_built: bool) -> _Image:
+    """Read a Dockerfile, if there is one, of an image that is built already or not.
+
+    Raises:
+        TaskRefusedError: a line needs a build, or cannot be read; of an image that is built, such lines are left out.
+    """
     image, arguments = _Image(), dict[str, str]()
     if not (context / "Dockerfile").is_file():
         return image
@@ -321,8 +334,8 @@ def _read_image(context: Path) -> _Image:
         name, _, text = line.strip().partition(" ")
         name, text, known = name.upper(), text.strip(), arguments | image.environment
         try:
-            if name == "FROM" and not image.base:
-                [image.base, *_] = _words(_resolved(text, known))
+            if name == "FROM" and (is_built or not image.base):
+                [image.base, *_], image.copies = _words(_resolved(text, known)), {}
             elif name == "ENV":
                 image.environment |= {key: _resolved(value, known) for key, value in _pairs(text)}
             elif name == "ARG":
@@ -334,8 +347,14 @@ def _read_image(context: Path) -> _Image:
             elif name == "USER":
                 image.user = text
             elif name not in _WITHOUT_EFFECT:
-                raise ValueError("it needs a build; make its files in environment/ or in a tree of SANDBOX_TREES")
+                remedy = (
+                    "make its files in environment/ or in a tree of SANDBOX_TREES, or name the image as docker_image"
+                )
+                raise ValueError(f"it needs a build; {remedy}")
         except ValueError as error:
+            if is_built:
+                image.needs_build = True
+                continue
             kind = "a Dockerfile of several stages" if name == "FROM" and image.base else f"{name} in its Dockerfile"
             raise TaskRefusedError(kind, f"environment/Dockerfile, `{name} {text[:80]}`: {error}") from error
     return image

@@ -141,6 +141,8 @@ class EpisodeTable:
                 if seed in environments and not isinstance(outcome, EnvironmentHungError):
                     self.release(environments[seed])
             error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
+            if isinstance(error, ProblemError):
+                raise error
             detail = f"{info.id!r} cannot be begun: {why_failed(error)}"
             if isinstance(error, DependencyLostError):
                 raise ProblemError(503, detail, {"Retry-After": "5"})

@@ -29,6 +29,7 @@ import httpx
 
 from services.agents import AgentFailedError, Program, endpoint_variables
 from services.clients.agent_episodes import RetryingTransport
+from services.clients.environment import MISDIRECTED
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import Stopwatch, in_background
@@ -66,15 +67,21 @@ log = get_logger(__name__)
 
 
 class HarborTasks(Boxes):
-    """The tasks of all datasets ``harbor:DIR``. An episode's seed is the number of its task, or draws one."""
+    """The tasks of all datasets ``harbor:DIR``, or those of SANDBOX_IMAGE.
+
+    An episode's seed is the number of its task, or draws one.
+    """
 
     def __init__(
         self, tasks: Mapping[int, Task], settings: EnvironmentSettings, rewards: RewardSettings, backend: BackendName
     ) -> None:
         super().__init__(settings, rewards, backend)
-        self.tasks = dict(sorted(tasks.items()))
-        self.splits = dict.fromkeys((SPLIT, "train", "test", PROGRAM), len(tasks)) | {BOX: 1}
-        digest = hashlib.blake2b(repr([*self.tasks]).encode(), digest_size=8).hexdigest()
+        image = settings.sandbox_image
+        self.tasks = {number: task for number, task in sorted(tasks.items()) if image in ("", task.image)}
+        self._elsewhere = {number: task.image for number, task in tasks.items() if number not in self.tasks}
+        self.splits = dict.fromkeys((SPLIT, "train", "test", PROGRAM), len(self.tasks)) | {BOX: 1}
+        # Of all tasks, because the servers of a run are of one version.
+        digest = hashlib.blake2b(repr(sorted(tasks)).encode(), digest_size=8).hexdigest()
         self.version = f"1, {settings.text_turns} turns of {self.limits}, {SESSION_SECONDS:g} s, tasks {digest}"
 
     def maker(self, split: str | None = None, index: int | None = None) -> Callable[[int], Conversation]:
@@ -84,6 +91,8 @@ class HarborTasks(Boxes):
         def make(seed: int) -> Conversation:
             if seed in self.tasks:
                 return self._episode(split, self.tasks[seed])
+            if image := self._elsewhere.get(seed):
+                raise ProblemError(MISDIRECTED, f"task {seed} needs the image {image}, and this server has another one")
             if seed >= FIRST_NUMBER:
                 raise ProblemError(400, f"task {seed} is not here; give data-server and environment-server one DATASET")
             return draw(seed)
@@ -280,7 +289,7 @@ async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: 
 
     Raises:
         ConfigurationError: there is no task that can be done, no sandbox gives a task the paths that it needs, or a
-            tree has no Python.
+            tree or an image has no Python that can be used.
     """
     tasks: dict[int, Task] = {}
     for dataset in datasets:
@@ -300,4 +309,9 @@ async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: 
     made = HarborTasks(tasks, settings, rewards, backend)
     made.no_processes = no_processes
     made.trees = {image: Interpreter.find_in(tree.absolute()) for image, tree in settings.sandbox_trees.items()}
+    if image := settings.sandbox_image:
+        if not made.tasks:
+            raise ConfigurationError(f"SANDBOX_IMAGE is {image!r}, of which no task of DATASET is; leave it out")
+        places = {place for task in made.tasks.values() for place in task.places}
+        made.trees |= {image: rewards.interpreter.in_image(image, places)}
     return made

@@ -44,6 +44,9 @@ class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     """Directory trees, such as debootstrap makes, whose programs the boxes of tasks of `harbor:DIR` have, by the image
     that a Dockerfile names: `{"python:3.12-slim": "/trees/py312"}`. Each has a /usr/bin/python3 of 3.11 or later. Boxes
     of other images have this machine's programs."""
+    sandbox_image: str = ""
+    """The image whose container this server runs in: of `harbor:DIR` it plays the tasks of this image alone, whose
+    boxes have the image's programs, and its files in the directories that they may write to. `grpo launch` sets it."""
     sandbox_repeatable: bool = False
     """`true`: the programs of `sandbox` may be run again, so that the episodes of a lost server continue in new boxes
     on another one, if every output is the same. `false`: nothing runs twice, and these episodes are lost."""

@@ -102,7 +102,7 @@ class Check:
 
 def conditions(tasks: HarborTasks, task: Task) -> str:
     """Return a text that is another one for boxes of other limits, or with other programs."""
-    return f"{tasks.limits} {tasks.interpreter_of(task.image).tree}".strip()
+    return f"{tasks.limits} {tasks.settings.sandbox_image or tasks.interpreter_of(task.image).tree}".strip()
 
 
 async def check_task(tasks: HarborTasks, task: Task) -> Check:
@@ -113,7 +113,12 @@ async def check_task(tasks: HarborTasks, task: Task) -> Check:
     """
     started = time.monotonic()
     check = Check(task.name, task.digest, conditions(tasks, task), notes=list(task.notes))
-    check.leaks = [*copied_answers(task), *await _looked(tasks, task)]
+    try:
+        files = Trial(tasks, task).original
+    except EnvironmentBrokenError as error:
+        check.reason, check.detail = "has no box in its image", first_line(error)
+        return check
+    check.leaks = [*copied_answers(task, files), *await _looked(tasks, task)]
     attempts = (
         (check.oracle, 1.0, "its solution does not earn 1"),
         (check.nothing, 0.0, "doing nothing does not earn 0"),
@@ -154,9 +159,9 @@ async def _attempt(tasks: HarborTasks, task: Task, *, solves: bool) -> tuple[Rew
             return None, first_line(error)
 
 
-def copied_answers(task: Task) -> Iterator[str]:
-    """Yield a sentence for each file of tests or solutions that an instruction or one of the task's files has in it."""
-    shown = {name: path.read_bytes() for name, path in task.copies.items()}
+def copied_answers(task: Task, files: Files) -> Iterator[str]:
+    """Yield a sentence for each file of tests or solutions that an instruction or one of a box's files has in it."""
+    shown = dict(files)
     for step in task.steps:
         shown["the instruction"] = step.instruction.encode()
         for folder in (*step.tests, step.solution):

@@ -20,7 +20,7 @@ from services.core.errors import first_line
 from services.data_server.harbor import HOME, Step, Task
 from services.environment_server.environments import EnvironmentBrokenError, Transition
 from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute
-from services.sandbox.backends import Layout
+from services.sandbox.backends import ROOT, Layout
 from services.sandbox.box import Box, Files, Outcome, Result, require_box
 from services.sandbox.kernel import Limits
 from services.sandbox.zygote import MOST_FILES
@@ -46,6 +46,7 @@ sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))]
 """The sitecustomize.py of the tests: no file beside them, or of the answer, comes before a module of Python."""
 SAVED_BYTES = 16 * 2**20
 """Bytes of the files that travel from the first box to the second."""
+MOST = f"{MOST_FILES:,} files of {SAVED_BYTES >> 20} MiB in all"
 VERIFIER_HOME, SOLUTION = "/home/verifier", "/solution"
 _OURS = re.compile(r"PATH|HOME|ENV|BASH_ENV|SHELL|IFS|PYTHON.*|LD_.*|GIT_.*|PYTEST_.*")
 """Variables of the tests that the task does not set."""
@@ -87,13 +88,18 @@ class Trial:
             task: the task.
             scratch: a further directory of the first box, whose files the tests do not get.
             mounts: what this box has of this machine, as ``Layout.mounts``.
+
+        Raises:
+            EnvironmentBrokenError: the box cannot begin with the files of its image.
         """
         self.task, self._tasks = task, tasks
         self._layout = Layout(
             (*task.places, *filter(None, [scratch])), mounts, has_processes=bool(scratch and not tasks.no_processes)
         )
         self.original = files_of(task.copies)
-        """The task's own files by their paths in the box."""
+        if tasks.settings.sandbox_image:
+            self.original = _over(files_of(files_of_image(task)), self.original)
+        """The files that its box begins with, by their paths in it."""
         self._box: Box | None = None
         self.verdicts: list[Rewards] = []
         """One a step that was graded."""
@@ -216,7 +222,7 @@ class Trial:
     def _add_workdir(self) -> Files:
         """Add the step's own files to those of the task, and return them."""
         added = _below(self.step.workdir, self.task.workdir)
-        self.original = Files(self.original | added, self.original.executable | added.executable)
+        self.original = _over(self.original, added)
         return added
 
     async def _opened(self) -> Box:
@@ -238,7 +244,7 @@ class Trial:
         saved = require_box(await self._box.save(SAVED_BYTES, self.task.places))
         if isinstance(saved, Files):
             return saved
-        limit = f"at most {MOST_FILES:,} files of {SAVED_BYTES >> 20} MiB in all are taken to the tests"
+        limit = f"at most {MOST} are taken to the tests"
         self.output = self.not_taken = f"The step earns 0: {limit} ({saved.last_line or saved.outcome})."
         return None
 
@@ -284,6 +290,33 @@ def files_of(sources: Mapping[str, Path]) -> Files:
     """Return files of this machine as those of a box, by their paths in it."""
     executable = [name for name, path in sources.items() if os.access(path, os.X_OK)]
     return Files({name: path.read_bytes() for name, path in sources.items()}, executable)
+
+
+def files_of_image(task: Task) -> dict[str, Path]:
+    """Return the files that this machine, a container of the task's image, has in the task's own places.
+
+    Raises:
+        EnvironmentBrokenError: they are more than may travel, or this project is among them.
+    """
+    files: dict[str, Path] = {}
+    size = 0
+    for place in task.own_places:
+        if ROOT.is_relative_to(place):
+            raise EnvironmentBrokenError(
+                f"{task.image}: programs begin in {place}, where this project is; give another"
+            )
+        for path in Path(place).rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                files[str(path)] = path
+                size += path.stat().st_size
+            if size > SAVED_BYTES or len(files) > MOST_FILES:
+                raise EnvironmentBrokenError(f"{task.image}: {place} has more than a box may begin with, {MOST}")
+    return files
+
+
+def _over(below: Files, files: Files) -> Files:
+    """Return files, and others of ``below`` that they do not replace."""
+    return Files(below | files, (below.executable - files.keys()) | files.executable)
 
 
 def _below(folder: Path, place: str) -> Files:

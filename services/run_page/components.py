@@ -137,8 +137,9 @@ class ComponentMonitor:
     async def _find_nodes(self) -> None:
         """Add the nodes of the tasks of MANY_NODES that have come up."""
         for task, found in self._nodes.items():
-            new = (await find_servers(len(found), task))[len(found) :]
-            found += [Component(f"{task.value}-{rank}", address.url) for rank, address in enumerate(new, len(found))]
+            known = {component.name for component in found}
+            nodes = await find_servers(known, task)
+            found += [Component(name, address.url) for name, address in nodes.items() if name not in known]
 
     async def _poll(self, component: Component, read: Read) -> None:
         """Update a component's health, and if it is healthy, its figures by ``read``."""

@@ -15,8 +15,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -70,6 +70,8 @@ class Interpreter:
     """Variables that it needs."""
     tree: str = ""
     """The directory that a box of bubblewrap has OF_TREE of; empty: it has this machine's."""
+    search: str = ""
+    """The PATH of programs, where another Python comes before this one; empty: this one comes first."""
 
     @classmethod
     def find(cls, path: str) -> Interpreter:
@@ -91,6 +93,34 @@ class Interpreter:
         executable, library, directories = _described(words, f"the Python of SANDBOX_TREES {str(tree)!r}")
         readable = (*system, str(ROOT / "services/sandbox"))
         return cls(executable, library, tuple(directories[2:]), readable, tree=str(tree))
+
+    def in_image(self, image: str, places: Iterable[str]) -> Interpreter:
+        """Return this interpreter for boxes with all programs of this machine, which is a container of an image.
+
+        Programs find the image's own Python, if it has one.
+
+        Args:
+            image: the image's name, for messages.
+            places: what the boxes have of their own, also below /opt.
+
+        Raises:
+            ConfigurationError: the image's Python is older than 3.11.
+        """
+        own = os.path.dirname(self.program)
+        folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+        search = os.pathsep.join([*folders, own])
+        found = shutil.which("python3", path=search)
+        directories: list[str] = []
+        if found and os.path.dirname(found) != own:
+            _, library, directories = _described([found], f"the Python of the image {image}, {found},")
+            directories.append(library)
+        installed = [
+            str(path)
+            for path in Path("/opt").glob("*")
+            if not any(Path(place).is_relative_to(path) or path.is_relative_to(place) for place in places)
+        ]
+        readable = _outermost([*OF_TREE, *self.readable, *installed, *directories])
+        return replace(self, readable=tuple(readable), search=search)
 
     def for_every_user(self) -> Interpreter:
         """Return this interpreter, or a copy that every user can read if this one is below a private directory.

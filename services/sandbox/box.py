@@ -145,8 +145,8 @@ class Box:
 
     @property
     def python(self) -> str:
-        """The program of the box's Python, which the code in it can execute once the box has started."""
-        return self._interpreter.program
+        """The program of Python that the code in the box can execute once it has started."""
+        return "python3" if self._interpreter.search else self._interpreter.program
 
     def as_answer(self, readable: Sequence[str], places: Sequence[str]) -> str:
         """Return the words before a program that writes to ``places`` alone, and reads them, ``readable`` and Python.
@@ -155,8 +155,8 @@ class Box:
         """
         if not landlock_version():
             return ""
-        script = os.path.join(os.path.dirname(__file__), "kernel.py")
-        return f"{self.python} -I {script} {':'.join([*self._interpreter.readable, *readable])} {':'.join(places)}"
+        script, own = os.path.join(os.path.dirname(__file__), "kernel.py"), self._interpreter
+        return f"{own.program} -I {script} {':'.join([*own.readable, *readable])} {':'.join(places)}"
 
     @property
     def pid(self) -> int:
@@ -266,8 +266,8 @@ class Box:
         return Result(**reply | {"outcome": Outcome(reply["outcome"])}, **texts)
 
     def _environment(self) -> dict[str, str]:
-        path = f"{os.path.dirname(self.python)}:{_ENVIRONMENT['PATH']}"
-        return {**_ENVIRONMENT, **self._interpreter.environment, "PATH": path}
+        path = f"{os.path.dirname(self._interpreter.program)}:{_ENVIRONMENT['PATH']}"
+        return {**_ENVIRONMENT, **self._interpreter.environment, "PATH": self._interpreter.search or path}
 
     async def _exchange(self, *messages: Mapping[str, Any]) -> Any:
         if self._process is None:

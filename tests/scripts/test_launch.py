@@ -16,6 +16,7 @@ from local_runner import skypilot, spec
 from scripts.launch.__main__ import main
 from services.core.errors import ConfigurationError
 from tests.skypilot_facts import ROOT
+from tests.tasks import pass_checks, write_task
 from tests.trainer.tiny import SHAPE
 
 APP = typer.Typer()
@@ -395,6 +396,53 @@ def test_an_image_of_ones_own_is_that_of_each_task(tmp_path: Path) -> None:
         "rollout-server": "docker:registry.example.org/grpo:v1-rollout",
         **dict.fromkeys(("data-server", "reward-server", "replay-buffer"), services),
     }
+
+
+def _tasks_of_images(folder: Path, *images: str) -> tuple[str, ...]:
+    for number, image in enumerate(images):
+        files = {"environment/Dockerfile": f"FROM {image}\nWORKDIR /app\n", "instruction.md": f"{number}"}
+        write_task(folder / str(number), files)
+    pass_checks(folder)
+    write_task(folder / "unchecked", {"environment/Dockerfile": "FROM unchecked\nWORKDIR /app\n"})
+    given = (f"DATASET=harbor:{folder}", "SANDBOX=bwrap", "DATASET_HELD_OUT=0.2", 'SANDBOX_TREES={"tree": "/tree"}')
+    return ("--model", "0.5B", "--environment", "sandbox", *(part for one in given for part in ("--env", one)))
+
+
+def test_each_image_of_the_tasks_has_an_environment_server_of_its_own(tmp_path: Path) -> None:
+    options = _tasks_of_images(tmp_path / "tasks", "debian:12", "tree", "example.org/a:1", "debian:12")
+    (tmp_path / "out").mkdir()
+    output, text = launch(tmp_path / "out", *options)
+    tasks = {task["name"]: task for task in list(yaml.safe_load_all(text))[1:]}
+    servers = {name: task for name, task in tasks.items() if name.startswith("environment-server")}
+    images = {name: (task["resources"]["image_id"], task["envs"]["SANDBOX_IMAGE"]) for name, task in servers.items()}
+    assert images == {
+        "environment-server": ("docker:debian:12", "debian:12"),
+        "environment-server-2": ("docker:example.org/a:1", "example.org/a:1"),
+    }
+    for task in servers.values():
+        assert task["num_nodes"] == 1
+        assert task["config"]["kubernetes"]["pod_config"]["spec"]["hostUsers"] is False
+        assert (task["envs"]["SANDBOX"], task["envs"]["DATASET_HELD_OUT"]) == ("bwrap", "0.2")
+    assert {task["envs"]["JOBGROUP_ENVIRONMENT_SERVERS"] for task in tasks.values()} == {2}
+    group = spec.load(tmp_path / "out/jobgroup.yaml")
+    assert [task.components for task in group.tasks if task.name in servers] == [["environment-server"]] * 2
+    assert "example.org/a:1" in output
+
+
+def test_one_image_keeps_the_number_of_nodes_and_too_many_are_refused_with_their_size(tmp_path: Path) -> None:
+    options = _tasks_of_images(tmp_path / "tasks", "a", "b")
+    (tmp_path / "refused").mkdir()
+    message = refused(tmp_path / "refused", *options, "--max-images", "1")
+    assert all(part in message for part in ("2 images", "2 pods", "4 CPUs", "16 GB", "--max-images"))
+    options = _tasks_of_images(tmp_path / "one", "a")
+    (tmp_path / "out").mkdir()
+    _, text = launch(tmp_path / "out", *options, "--image", "registry.example.org/grpo:v1")
+    tasks = {task["name"]: task for task in list(yaml.safe_load_all(text))[1:]}
+    assert tasks["environment-server"]["num_nodes"] == 2
+    assert tasks["environment-server"]["resources"]["image_id"] == "docker:a"
+    assert tasks["data-server"]["resources"]["image_id"] == "docker:registry.example.org/grpo:v1-services"
+    (tmp_path / "one/tasks-check.jsonl").unlink()
+    assert "grpo tasks check" in refused(tmp_path / "refused", *options)
 
 
 MIX = """

@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 
 from services.clients import environment
 from services.clients.environment import EnvironmentClient, find_servers
-from services.core.endpoints import Endpoint
+from services.core.endpoints import Endpoint, Task, bind_address
 from services.core.errors import DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.games import GuessingGame
@@ -148,14 +148,49 @@ async def test_servers_whose_names_do_not_resolve_are_named() -> None:
 
 async def test_servers_are_found_by_name(resolvable: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     resolvable |= {"environment-server-0.grpo", "environment-server-2.grpo"}
-    assert [found.host for found in await find_servers(0)] == ["environment-server-0.grpo"]
+    assert [found.host for found in (await find_servers()).values()] == ["environment-server-0.grpo"]
     resolvable.add("environment-server-1.grpo")
-    assert len(await find_servers(1)) == 3
+    found = await find_servers()
+    assert [*found] == [f"environment-server-{rank}" for rank in range(3)]
     resolvable.remove("environment-server-1.grpo")
-    assert len(await find_servers(3)) == 3, "a node that was found before comes back under its name"
+    assert await find_servers(found) == found, "a node that was found before comes back under its name"
     listed = {f"environment-server-{rank}:8081": f"127.0.0.{rank}:1" for rank in range(2)}
     monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(listed | {"gateway-0:8005": "127.0.0.9:1"}))
-    assert [found.host for found in await find_servers(0)] == ["127.0.0.0", "127.0.0.1"]
+    assert [found.host for found in (await find_servers()).values()] == ["127.0.0.0", "127.0.0.1"]
+
+
+async def test_servers_of_each_image_are_found(resolvable: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOBGROUP_ENVIRONMENT_SERVERS", "3")
+    resolvable |= {f"environment-server{node}.grpo" for node in ("-0", "-1", "-3-0")}
+    assert [*await find_servers()] == ["environment-server-0", "environment-server-1", "environment-server-3-0"]
+    assert await find_servers(task=Task.GATEWAY) == {}
+    nodes = {"environment-server-0": "127.0.0.1", "environment-server-2-0": "127.0.0.2"}
+    monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps({f"{node}:8081": f"{host}:1" for node, host in nodes.items()}))
+    assert {node: found.host for node, found in (await find_servers()).items()} == nodes
+    monkeypatch.setenv("JOBGROUP_TASK", "environment-server-2")
+    assert bind_address(Task.ENVIRONMENT_SERVER).host == "127.0.0.2"
+
+
+async def test_a_task_is_played_by_the_server_that_has_its_image() -> None:
+    info = {"id": "e", "state": {"kind": "messages"}, "action": {"kind": "text"}, "max_steps": 9}
+    asked: list[tuple[str, int]] = []
+
+    def server_of(name: str, *seeds: int) -> Any:
+        def reset(request: Any) -> Any:
+            asked.append((name, request["seed"]))
+            episode = {"episode": f"{name}{len(asked)}", "seed": request["seed"], "state": []}
+            return {"environment": info, "episodes": [episode]} if request["seed"] in seeds else 421
+
+        return fake_service({"POST /reset": reset, "POST /close": lambda _: {"closed": 1}})
+
+    with server_of("a", 1) as a, server_of("b", 2) as b:
+        async with EnvironmentClient([a.endpoint, b.endpoint], deadline=0.5) as client:
+            for seed in (1, 2, 1, 2):
+                async with begun(client, seed) as episode:
+                    assert episode.server.url == {1: a, 2: b}[seed].endpoint.url
+            assert max(map(asked.count, {("a", 2), ("b", 1)})) == 1, "a server is not asked again for another's task"
+            with pytest.raises(DependencyLostError):
+                await client.begin(3)
 
 
 # --- servers that are killed -----------------------------------------------------------------------------------------

@@ -122,6 +122,27 @@ def test_a_dockerfile_gives_files_and_variables(tmp_path: Path) -> None:
     assert task.notes[-1] == "user nobody: programs run as the box's user"
 
 
+def test_of_an_image_that_is_built_the_dockerfile_says_what_a_box_can_have(tmp_path: Path) -> None:
+    lines = [
+        "FROM golang:1.23 AS tools",
+        "WORKDIR /src",
+        "COPY one.txt .",
+        "FROM debian:12",
+        "RUN apt-get install -y jq",
+        "COPY --from=tools /src/tool /usr/bin/tool",
+        "COPY missing.txt .",
+        "ENV MODE=fast",
+        "WORKDIR /work",
+        "COPY one.txt .",
+    ]
+    toml = '[environment]\ndocker_image = "example.org/jq:1"\nnetwork_mode = "no-network"\n'
+    files = {"environment/Dockerfile": "\n".join(lines), "environment/one.txt": "1", "task.toml": toml}
+    task = read_task(write_task(tmp_path / "built", files))
+    assert (task.image, task.workdir, task.environment) == ("example.org/jq:1", "/work", {"MODE": "fast"})
+    assert [*task.copies] == ["/work/one.txt"]
+    assert task.notes == ("what environment/Dockerfile builds is in example.org/jq:1 alone",)
+
+
 def _toml(text: str) -> dict[str, str]:
     return {"task.toml": text}
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.environment_server.harbor import HarborTasks
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.task_checks import check_task, copied_answers
 from services.environment_server.trials import NoRewardError, Trial, is_hook, merged, read_rewards
+from services.http.problems import ProblemError
 from services.reward_server.settings import RewardSettings
 from services.sandbox.backends import BackendName, Interpreter
 from services.sandbox.box import Files, Outcome
@@ -344,6 +346,86 @@ async def test_an_image_that_has_a_tree_has_its_programs(boxes: Any, tmp_path: P
         Interpreter.find_in(tmp_path)
 
 
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory of this machine that a box may have as its own."""
+    with tempfile.TemporaryDirectory(prefix="grpo-image-", dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+def _in_image(place: Path, image: str) -> dict[str, str]:
+    lines = f'docker_image = "{image}"\nworkdir = "{place}"\nnetwork_mode = "no-network"\n'
+    return {"task.toml": f"[environment]\n{lines}", "environment/Dockerfile": "FROM a\nRUN make\n"}
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Any]:
+    """``served(folder, image)``: the tasks that a server in a container of an image plays."""
+    made: list[HarborTasks] = []
+
+    async def load(folder: Path, image: str) -> HarborTasks:
+        settings = EnvironmentSettings(environment="sandbox", environment_step_seconds=300, sandbox_image=image)
+        rewards = RewardSettings(reward_fn="code", code_cpu_seconds=20, sandbox=BackendName.BWRAP)
+        made.append(await harbor.load([f"harbor:{folder}"], settings, rewards))
+        return made[-1]
+
+    yield load
+    for tasks in made:
+        await tasks.end()
+
+
+@_in_boxes
+async def test_in_a_container_of_an_image_a_box_has_its_programs_and_files(
+    served: Any, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "sub").mkdir()
+    (place / "sub/run").write_text("#!/bin/sh\necho 7\n")
+    (place / "sub/run").chmod(0o755)
+    (place / "link").symlink_to("/etc/passwd")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    graded = f"#!/bin/sh\n[ -x sub/run ] && cat {place}/value.txt > /logs/verifier/reward.txt\n"
+    write_task(
+        tmp_path / "tasks/a", _in_image(place, "a") | {"tests/test.sh": graded, "solution/solve.sh": "#!/bin/sh"}
+    )
+    tasks = await served(tmp_path / "tasks", "a")
+    [task] = tasks.tasks.values()
+    async with Trial(tasks, task) as trial:
+        seen = await trial.run("bash", "find . -mindepth 1 | sort; sub/run; command -v python3; echo 0.5 > value.txt")
+        assert seen.stdout.split() == [b"./sub", b"./sub/run", b"7", b"/usr/bin/python3"]
+        assert (await trial.run("python", "import sys; print(sys.executable)")).stdout.strip() == b"/usr/bin/python3"
+        assert (await trial.grade())["reward"] == 0.5
+    monkeypatch.setattr("services.environment_server.trials.SAVED_BYTES", 5)
+    check = await check_task(tasks, task)
+    assert (check.passes, check.reason) == (False, "has no box in its image")
+
+
+@_in_boxes
+async def test_a_server_of_an_image_sends_other_tasks_to_other_servers(
+    served: Any, place: Path, tmp_path: Path
+) -> None:
+    for image in ("a", "b"):
+        write_task(tmp_path / image, _in_image(place, image) | {"instruction.md": image})
+    first, second, every = [await served(tmp_path, image) for image in ("a", "b", "")]
+    assert first.version == second.version == every.version
+    assert {*first.tasks}.isdisjoint(second.tasks)
+    assert {*first.tasks, *second.tasks} == {*every.tasks}
+    [elsewhere] = second.tasks
+    for number, status in ((elsewhere, 421), (elsewhere ^ 1, 400)):
+        with pytest.raises(ProblemError) as caught:
+            first.maker("tasks")(number)
+        assert caught.value.status_code == status
+    with pytest.raises(ConfigurationError, match="SANDBOX_IMAGE"):
+        await served(tmp_path, "c")
+
+
+def test_an_image_with_an_older_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python3").write_text('#!/bin/sh\necho "unknown option -P" >&2; exit 2\n')
+    (tmp_path / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ConfigurationError, match=f"image a, {tmp_path}/python3"):
+        RewardSettings().interpreter.in_image("a", [])
+
+
 VERDICTS = {
     "its solution does not earn 1": {"solution/solve.sh": "#!/bin/sh\nexit 1\n"},
     "doing nothing does not earn 0": {"tests/test.sh": "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"},
@@ -364,7 +446,7 @@ def test_an_instruction_that_has_its_answer_is_a_leak(tmp_path: Path) -> None:
     """Attack 21, as far as a check can know it."""
     told = "Run this:\n```sh\n#!/bin/sh\necho 7 > /app/value.txt\n```\n"
     said = [
-        [*copied_answers(read_task(write_task(tmp_path / name, {"instruction.md": text})))]
+        [*copied_answers(read_task(write_task(tmp_path / name, {"instruction.md": text})), Files())]
         for name, text in {"told": told, "asked": "Write 7 into `/app/value.txt`."}.items()
     ]
     assert said == [["the instruction has solution/solve.sh in it"], []]
@@ -453,5 +535,5 @@ async def test_an_episode_has_a_turn_for_each_step_and_a_seed_names_its_task(
         await step(client, start["episode"], 0, half)
         last = await step(client, start["episode"], 1, "Done.")
         assert (last["reward"], last["figures"]["empty"], last["figures"]["case"]) == (0.75, 0.0, 1.0)
-        assert (await client.post("/reset", json={"seed": 2**31 - 1})).status_code == 422
+        assert (await client.post("/reset", json={"seed": 2**31 - 1})).status_code == 400
         assert (await client.post("/reset", json={"seed": 3})).status_code == 200

@@ -1,0 +1,96 @@
+"""Environment-servers for the images of tasks: SkyPilot gives a task's pods one image, so each image is a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import yaml
+
+from local_runner import skypilot
+from local_runner.checks import Loaded
+from services.core.endpoints import ENVIRONMENT_SERVERS_VARIABLE, Task
+from services.core.errors import ConfigurationError
+from services.data_server.generators import read_checks
+from services.data_server.harbor import read_tasks
+from services.data_server.settings import DataSettings
+from services.environment_server.harbor import datasets_of
+from services.environment_server.settings import EnvironmentSettings
+
+NAME = Task.ENVIRONMENT_SERVER.value
+POD = """
+config:
+  kubernetes:
+    # What bubblewrap needs of a pod; remove it where pods run on gVisor.
+    pod_config:
+      spec:
+        hostUsers: false
+        containers:
+          - securityContext:
+              seccompProfile: {type: Unconfined}
+              appArmorProfile: {type: Unconfined}
+              procMount: Unmasked"""
+
+
+def images_of(loaded: Sequence[Loaded], text: str, most: int) -> list[str]:
+    """Return the images of the tasks that a run trains on or evaluates, but for those with a tree of SANDBOX_TREES.
+
+    Args:
+        loaded: the settings of all tasks of the job group.
+        text: the job group's YAML.
+        most: the images that may have nodes.
+
+    Raises:
+        ConfigurationError: they are more, or no task of a dataset has passed ``grpo tasks check``.
+    """
+    datasets: dict[str, None] = {}
+    trees: set[str] = set()
+    for _, _, settings in loaded:
+        if isinstance(settings, DataSettings):
+            datasets |= dict.fromkeys(datasets_of(settings))
+        elif isinstance(settings, EnvironmentSettings):
+            trees |= settings.sandbox_trees.keys()
+    images = {image for dataset in datasets for image in _passed(dataset)}
+    if (count := len(images - trees)) > most:
+        [resources] = [document["resources"] for document in yaml.safe_load_all(text) if document["name"] == NAME]
+        cpus, memory = (count * int(resources[key].rstrip("+")) for key in ("cpus", "memory"))
+        raise ConfigurationError(
+            f"the tasks of {', '.join(datasets)} have {count} images, so they need {count} pods of environment-server, "
+            f"with {cpus} CPUs and {memory} GB; at most {most} are made: raise --max-images, choose tasks by a list "
+            "file, or give images a tree (SANDBOX_TREES)"
+        )
+    return sorted(images - trees)
+
+
+def _passed(dataset: str) -> Iterable[str]:
+    """Return the image of each task that has passed."""
+    checks = read_checks(dataset)
+    images = [task.image for task in read_tasks(dataset)[0].values() if checks.get(task.digest, {}).get("passes")]
+    if not images:
+        raise ConfigurationError(f"no task of DATASET {dataset!r} has passed; run `grpo tasks check`")
+    return images
+
+
+def with_images(text: str, images: Sequence[str]) -> str:
+    """Return a job group's YAML whose environment-servers are in the images of tasks: a task for each, of one pod.
+
+    The first keeps the name, and with a single image its number of nodes; the others end with a number. Without
+    images the text stays as it is.
+    """
+    if not images:
+        return text
+    documents = text.split(skypilot.SEPARATOR)
+    [place] = [number for number, document in enumerate(documents) if document.startswith(f"name: {NAME}\n")]
+    names = [NAME, *(f"{NAME}-{number}" for number in range(2, len(images) + 1))]
+    documents[place : place + 1] = [
+        documents[place].replace(NAME, name, 1).rstrip("\n") + POD + "\n"[place + 1 == len(documents) :]
+        for name in names
+    ]
+    edited = skypilot.SEPARATOR.join(documents)
+    changes = {(name, "resources.image_id"): f"docker:{image}" for name, image in zip(names, images, strict=True)}
+    changes |= {(name, f"{skypilot.ENVS}.SANDBOX_IMAGE"): image for name, image in zip(names, images, strict=True)}
+    if len(images) > 1:
+        changes |= {(name, "num_nodes"): "1" for name in names}
+        tasks = [document["name"] for document in list(yaml.safe_load_all(edited))[1:]]
+        count = {f"{skypilot.ENVS}.{ENVIRONMENT_SERVERS_VARIABLE}": str(len(images))}
+        changes |= {(task, key): value for task in tasks for key, value in count.items()}
+    return skypilot.edited(edited, changes)
