@@ -67,7 +67,7 @@ log = get_logger(__name__)
 
 
 class HarborTasks(Boxes):
-    """The tasks of all datasets ``harbor:DIR``, or those of SANDBOX_IMAGE.
+    """The tasks of all datasets ``harbor:DIR``, or those of SANDBOX_IMAGE and of images with a tree.
 
     An episode's seed is the number of its task, or draws one.
     """
@@ -76,13 +76,18 @@ class HarborTasks(Boxes):
         self, tasks: Mapping[int, Task], settings: EnvironmentSettings, rewards: RewardSettings, backend: BackendName
     ) -> None:
         super().__init__(settings, rewards, backend)
-        image = settings.sandbox_image
-        self.tasks = {number: task for number, task in sorted(tasks.items()) if image in ("", task.image)}
+        image, trees = settings.sandbox_image, settings.sandbox_trees
+        played = {n: task for n, task in tasks.items() if image in ("", task.image) or task.image in trees}
+        self.tasks = dict(sorted(played.items()))
         self._elsewhere = {number: task.image for number, task in tasks.items() if number not in self.tasks}
         self.splits = dict.fromkeys((SPLIT, "train", "test", PROGRAM), len(self.tasks)) | {BOX: 1}
         # Of all tasks, because the servers of a run are of one version.
         digest = hashlib.blake2b(repr(sorted(tasks)).encode(), digest_size=8).hexdigest()
         self.version = f"1, {settings.text_turns} turns of {self.limits}, {SESSION_SECONDS:g} s, tasks {digest}"
+
+    def places_of(self, image: str) -> list[str]:
+        """Return the directories that the tasks of an image may write to."""
+        return sorted({place for task in self.tasks.values() if task.image == image for place in task.places})
 
     def maker(self, split: str | None = None, index: int | None = None) -> Callable[[int], Conversation]:
         """See Tasks. The number of a task is a seed of every split."""
@@ -308,10 +313,10 @@ async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: 
         log.warning("programs as agents have no /proc in their boxes, which most presets need", error=no_processes)
     made = HarborTasks(tasks, settings, rewards, backend)
     made.no_processes = no_processes
-    made.trees = {image: Interpreter.find_in(tree.absolute()) for image, tree in settings.sandbox_trees.items()}
+    for image, tree in settings.sandbox_trees.items():
+        made.trees[image] = Interpreter.find_in(tree.absolute(), made.places_of(image))
     if image := settings.sandbox_image:
         if not made.tasks:
             raise ConfigurationError(f"SANDBOX_IMAGE is {image!r}, of which no task of DATASET is; leave it out")
-        places = {place for task in made.tasks.values() for place in task.places}
-        made.trees |= {image: rewards.interpreter.in_image(image, places)}
+        made.trees[image] = rewards.interpreter.in_image(image, made.places_of(image))
     return made

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -112,7 +112,7 @@ class Boxes(Tasks):
         )
         self.places = asyncio.Semaphore(rewards.reward_workers)
         """One for each program that runs."""
-        self.trees: Mapping[str, Interpreter] = {}
+        self.trees: dict[str, Interpreter] = {}
         """By the name of the image that a tree stands for."""
         self.no_processes = ""
         """The reason why the boxes of programs as agents have no /proc; empty if they have it."""
@@ -122,6 +122,11 @@ class Boxes(Tasks):
     def interpreter_of(self, image: str) -> Interpreter:
         """Return the Python of a box of an image, which has the programs of its tree or of this machine."""
         return self.trees.get(image, self.rewards.interpreter)
+
+    def root_of(self, image: str) -> Path | None:
+        """Return the directory with the files of an image: its tree, or this container's root; None without either."""
+        tree = self.interpreter_of(image).tree
+        return Path(tree) if tree else Path("/") if self.settings.sandbox_image else None
 
     def box(self, limits: Limits | None = None, layout: Layout | None = None, image: str = "") -> Box:
         """Return a new box with a directory, or with the paths of ``layout`` and the programs of an image."""

@@ -41,9 +41,10 @@ class EnvironmentSettings(SourcesSettings, DeadlineSettings):
     """Megabytes of files that a box of `sandbox` may have; in memory where bubblewrap isolates it, and for a task of
     `harbor:DIR` in each directory that it writes to."""
     sandbox_trees: dict[str, Path] = Field(default_factory=dict)
-    """Directory trees, such as debootstrap makes, whose programs the boxes of tasks of `harbor:DIR` have, by the image
-    that a Dockerfile names: `{"python:3.12-slim": "/trees/py312"}`. Each has a /usr/bin/python3 of 3.11 or later. Boxes
-    of other images have this machine's programs."""
+    """Directory trees, such as debootstrap makes or `docker export` writes, by the image for whose tasks of
+    `harbor:DIR` they stand: `{"python:3.12-slim": "/trees/py312"}`. Boxes of these tasks have the tree's programs, and
+    its files in the directories that they may write to. Each has a Python of 3.11 or later in /usr. Boxes of other
+    images have this machine's programs."""
     sandbox_image: str = ""
     """The image whose container this server runs in: of `harbor:DIR` it plays the tasks of this image alone, whose
     boxes have the image's programs, and its files in the directories that they may write to. `grpo launch` sets it."""

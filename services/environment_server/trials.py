@@ -97,8 +97,8 @@ class Trial:
             (*task.places, *filter(None, [scratch])), mounts, has_processes=bool(scratch and not tasks.no_processes)
         )
         self.original = files_of(task.copies)
-        if tasks.settings.sandbox_image:
-            self.original = _over(files_of(files_of_image(task)), self.original)
+        if (root := tasks.root_of(task.image)) is not None:
+            self.original = _over(files_of(files_of_image(task, root)), self.original)
         """The files that its box begins with, by their paths in it."""
         self._box: Box | None = None
         self.verdicts: list[Rewards] = []
@@ -292,8 +292,8 @@ def files_of(sources: Mapping[str, Path]) -> Files:
     return Files({name: path.read_bytes() for name, path in sources.items()}, executable)
 
 
-def files_of_image(task: Task) -> dict[str, Path]:
-    """Return the files that this machine, a container of the task's image, has in the task's own places.
+def files_of_image(task: Task, root: Path) -> dict[str, Path]:
+    """Return the files that a task's image, whose files are below ``root``, has in the task's own places.
 
     Raises:
         EnvironmentBrokenError: they are more than may travel, or this project is among them.
@@ -301,13 +301,14 @@ def files_of_image(task: Task) -> dict[str, Path]:
     files: dict[str, Path] = {}
     size = 0
     for place in task.own_places:
-        if ROOT.is_relative_to(place):
+        below = root / place[1:]
+        if ROOT.is_relative_to(below):
             raise EnvironmentBrokenError(
-                f"{task.image}: programs begin in {place}, where this project is; give another"
+                f"{task.image}: {place} has this project in it; give programs another directory"
             )
-        for path in Path(place).rglob("*"):
+        for path in below.rglob("*"):
             if path.is_file() and not path.is_symlink():
-                files[str(path)] = path
+                files[f"/{path.relative_to(root)}"] = path
                 size += path.stat().st_size
             if size > SAVED_BYTES or len(files) > MOST_FILES:
                 raise EnvironmentBrokenError(f"{task.image}: {place} has more than a box may begin with, {MOST}")

@@ -15,7 +15,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +39,8 @@ _DESCRIBE = (
     "import json, os, sys as s; library = os.path.dirname(os.__file__); "
     "print(json.dumps([s.version_info[:2], s.executable, library, s.prefix, s.base_prefix, *s.path]))"
 )
+_SANDBOX = str(ROOT / "services/sandbox")
+_PATH = "/usr/local/bin:/usr/bin:/bin"
 _COPIES = Path("/var/tmp")
 """The directory for copies of interpreters that only root can reach; unlike /tmp it is rarely kept in memory."""
 _OLDEST = (3, 11)
@@ -69,7 +71,7 @@ class Interpreter:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that it needs."""
     tree: str = ""
-    """The directory that a box of bubblewrap has OF_TREE of; empty: it has this machine's."""
+    """The directory from which a box of bubblewrap has a system's directories; empty: it has this machine's."""
     search: str = ""
     """The PATH of programs, where another Python comes before this one; empty: this one comes first."""
 
@@ -77,31 +79,35 @@ class Interpreter:
     def find(cls, path: str) -> Interpreter:
         """Ask an interpreter for its directories; ConfigurationError where it cannot be used."""
         executable, library, directories = _described([path], f"SANDBOX_PYTHON {path!r}")
-        readable = _outermost([*SYSTEM, *directories, str(ROOT / "services/sandbox")])
+        readable = _outermost([*SYSTEM, *directories, _SANDBOX])
         return cls(executable, library, tuple(directories[2:]), tuple(readable))
 
     @classmethod
-    def find_in(cls, tree: Path) -> Interpreter:
+    def find_in(cls, tree: Path, places: Sequence[str] = ()) -> Interpreter:
         """Ask the Python of a directory tree with the programs of a system, such as debootstrap makes.
+
+        Args:
+            tree: the directory.
+            places: what boxes have of their own.
 
         Raises:
             ConfigurationError: the tree has no Python 3.11 that bubblewrap can start.
         """
-        system = [path for path in OF_TREE if (tree / path[1:]).exists()]
+        system = [path for path in (*OF_TREE, *_installed(tree, places)) if (tree / path[1:]).exists()]
         bound = [word for path in system for word in ("--ro-bind", f"{tree}{path}", path)]
-        words = [shutil.which("bwrap") or "bwrap", "--unshare-all", *bound, "--dev", "/dev", "/usr/bin/python3"]
-        executable, library, directories = _described(words, f"the Python of SANDBOX_TREES {str(tree)!r}")
-        readable = (*system, str(ROOT / "services/sandbox"))
+        words = [shutil.which("bwrap") or "bwrap", "--unshare-all", *bound, "--dev", "/dev", "--setenv", "PATH", _PATH]
+        executable, library, directories = _described([*words, "python3"], f"the Python of SANDBOX_TREES {str(tree)!r}")
+        readable = (*system, _SANDBOX)
         return cls(executable, library, tuple(directories[2:]), readable, tree=str(tree))
 
-    def in_image(self, image: str, places: Iterable[str]) -> Interpreter:
+    def in_image(self, image: str, places: Sequence[str]) -> Interpreter:
         """Return this interpreter for boxes with all programs of this machine, which is a container of an image.
 
         Programs find the image's own Python, if it has one.
 
         Args:
             image: the image's name, for messages.
-            places: what the boxes have of their own, also below /opt.
+            places: what boxes have of their own.
 
         Raises:
             ConfigurationError: the image's Python is older than 3.11.
@@ -114,11 +120,7 @@ class Interpreter:
         if found and os.path.dirname(found) != own:
             _, library, directories = _described([found], f"the Python of the image {image}, {found},")
             directories.append(library)
-        installed = [
-            str(path)
-            for path in Path("/opt").glob("*")
-            if not any(Path(place).is_relative_to(path) or path.is_relative_to(place) for place in places)
-        ]
+        installed = _installed(Path("/"), places)
         readable = _outermost([*OF_TREE, *self.readable, *installed, *directories])
         return replace(self, readable=tuple(readable), search=search)
 
@@ -154,7 +156,7 @@ class Interpreter:
                 shutil.rmtree(made, ignore_errors=True)
         if copy.lstat().st_uid != os.geteuid() or not is_open(str(copy)):
             raise OSError(f"{copy} was not made by this user; remove it")
-        readable = _outermost([*SYSTEM, str(copy), *path, str(ROOT / "services/sandbox")])
+        readable = _outermost([*SYSTEM, str(copy), *path, _SANDBOX])
         variables = {"LD_LIBRARY_PATH": str(copy / "lib")}
         return Interpreter(str(copy / "environment/bin/python"), str(library), path, tuple(readable), variables)
 
@@ -258,6 +260,15 @@ def _described(words: list[str], where: str) -> tuple[str, str, list[str]]:
     return executable, library, directories
 
 
+def _installed(root: Path, places: Sequence[str]) -> list[str]:
+    """Return the directories of /opt below a root, without those that have something to do with ``places``."""
+    paths = [f"/opt/{path.name}" for path in sorted((root / "opt").glob("*"))]
+    related = [
+        p for p in paths for place in map(Path, places) if place.is_relative_to(p) or Path(p).is_relative_to(place)
+    ]
+    return [path for path in paths if path not in related]
+
+
 def _outermost(paths: list[str]) -> list[str]:
     """Return those of ``paths`` that exist and are not below another one."""
     existing = [Path(path) for path in dict.fromkeys(paths) if os.path.isabs(path) and os.path.exists(path)]
@@ -311,7 +322,7 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
         # Below /root, too, programs reach the interpreter, whose user is not root.
         arguments += ["--perms", "0755", "--dir", parent]
     for path in interpreter.readable:
-        source = f"{interpreter.tree}{path}" if interpreter.tree and path in OF_TREE else path
+        source = f"{interpreter.tree}{path}" if interpreter.tree and path != _SANDBOX else path
         arguments += ["--ro-bind", source, path]
     arguments += ["--dev", "/dev", *(["--proc", "/proc"] if layout and layout.has_processes else [])]
     if disk_mb and layout is None:

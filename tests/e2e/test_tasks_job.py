@@ -1,4 +1,4 @@
-"""A run over Harbor tasks that a program plays in their boxes: it is killed, and goes on with equal rewards."""
+"""A run over Harbor tasks of two images, played by a program in their boxes: killed, it ends with equal rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from scripts.launch.images import with_images
 from tests.e2e.system import System, one_each
+from tests.skypilot_facts import ROOT
 from tests.tasks import pass_checks, write_task
 
 pytestmark = [
@@ -20,6 +22,7 @@ pytestmark = [
 ]
 
 STEPS = 4
+IMAGES = ("debian:12", "python:3.12-slim")
 DIGITS = """#!/bin/sh
 echo "{\\"reward\\": 0.0$(tr -dc 0-9 < /app/said.txt), \\"asked\\": 1}" > /logs/verifier/reward.json
 """
@@ -28,19 +31,22 @@ echo "{\\"reward\\": 0.0$(tr -dc 0-9 < /app/said.txt), \\"asked\\": 1}" > /logs/
 
 @pytest.fixture
 def run(tiny_model: Path, tmp_path: Path) -> Any:
-    """``run(name)``: starts a run over four tasks."""
+    """``run(name)``: starts a run over four tasks, whose two images have environment-servers of their own."""
     for number in range(4):
-        files = {"instruction.md": f"{number}+{number}=\n", "tests/test.sh": DIGITS}
+        image = f"FROM {IMAGES[number % 2]}\nWORKDIR /app\n"
+        files = {"instruction.md": f"{number}+{number}=\n", "tests/test.sh": DIGITS, "environment/Dockerfile": image}
         write_task(tmp_path / f"tasks/{number}", files)
     pass_checks(tmp_path / "tasks")
+    group = (ROOT / "jobgroups/environment.yaml").read_text()
+    (tmp_path / "jobgroup.yaml").write_text(with_images(group, IMAGES))
 
     def start(name: str) -> System:
         return System(
             tmp_path,
             tiny_model,
-            *one_each("ppo-trainer", "rollout-server", "environment-server"),
+            *one_each("ppo-trainer", "rollout-server"),
             run_id=name,
-            job_group="jobgroups/environment.yaml",
+            job_group=str(tmp_path / "jobgroup.yaml"),
             ROLLOUT="program",
             AGENT_COMMAND="python tests/e2e/box_agent.py",
             ENVIRONMENT="sandbox",

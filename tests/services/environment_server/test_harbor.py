@@ -335,12 +335,16 @@ async def test_an_image_that_has_a_tree_has_its_programs(boxes: Any, tmp_path: P
     (tree / "etc/os-release").write_text("ID=tree\n")
     for name in ("usr", "bin", "sbin", "lib", "lib64"):
         (tree / name).symlink_to(f"/{name}")
+    for name in ("opt/tool/seven", "app/given.txt"):
+        (tree / name).parent.mkdir(parents=True)
+        (tree / name).write_text("7\n")
     task = write_task(tmp_path / "task", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n"})
     tasks = boxes(task)
-    tasks.trees = {"debian:12": Interpreter.find_in(tree)}
+    tasks.trees = {"debian:12": Interpreter.find_in(tree, tasks.places_of("debian:12"))}
     async with Trial(tasks, *tasks.tasks.values()) as trial:
-        seen = await trial.run("bash", "cat /etc/os-release; command -v python3; python3 -c 'print(7)' > value.txt")
-        assert seen.stdout.split() == [b"ID=tree", b"/usr/bin/python3"]
+        program = "cat /etc/os-release /opt/tool/seven given.txt; command -v python3; python3 -c 'print(7)' > value.txt"
+        seen = await trial.run("bash", program)
+        assert seen.stdout.split() == [b"ID=tree", b"7", b"7", b"/usr/bin/python3"]
         assert (await trial.grade())["reward"] == 1.0
     with pytest.raises(ConfigurationError, match="SANDBOX_TREES"):
         Interpreter.find_in(tmp_path)
@@ -409,6 +413,9 @@ async def test_a_server_of_an_image_sends_other_tasks_to_other_servers(
     assert first.version == second.version == every.version
     assert {*first.tasks}.isdisjoint(second.tasks)
     assert {*first.tasks, *second.tasks} == {*every.tasks}
+    settings = EnvironmentSettings(sandbox_image="a", sandbox_trees={"b": tmp_path})
+    with_tree = HarborTasks(every.tasks, settings, RewardSettings(), BackendName.BWRAP)
+    assert with_tree.tasks == every.tasks, "each server plays the tasks of images that have a tree"
     [elsewhere] = second.tasks
     for number, status in ((elsewhere, 421), (elsewhere ^ 1, 400)):
         with pytest.raises(ProblemError) as caught:
