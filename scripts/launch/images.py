@@ -81,13 +81,13 @@ def with_images(text: str, images: Sequence[str]) -> str:
     documents = text.split(skypilot.SEPARATOR)
     [place] = [number for number, document in enumerate(documents) if document.startswith(f"name: {NAME}\n")]
     names = [NAME, *(f"{NAME}-{number}" for number in range(2, len(images) + 1))]
-    documents[place : place + 1] = [
-        documents[place].replace(NAME, name, 1).rstrip("\n") + POD + "\n"[place + 1 == len(documents) :]
-        for name in names
-    ]
-    edited = skypilot.SEPARATOR.join(documents)
-    changes = {(name, "resources.image_id"): f"docker:{image}" for name, image in zip(names, images, strict=True)}
-    changes |= {(name, f"{skypilot.ENVS}.SANDBOX_IMAGE"): image for name, image in zip(names, images, strict=True)}
+    document = documents[place].rstrip("\n") + POD
+    documents[place : place + 1] = [document.replace(NAME, name, 1) for name in names]
+    edited = skypilot.SEPARATOR.join(documents) + "\n"
+    changes = {}
+    for name, image in zip(names, images, strict=True):
+        changes[name, "resources.image_id"] = skypilot.scalar(f"docker:{image}")
+        changes[name, f"{skypilot.ENVS}.SANDBOX_IMAGE"] = skypilot.scalar(image)
     if len(images) > 1:
         changes |= {(name, "num_nodes"): "1" for name in names}
         tasks = [document["name"] for document in list(yaml.safe_load_all(edited))[1:]]

@@ -117,8 +117,6 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
     images = images_of(loaded, before, request.max_images)
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
-    if images:
-        of_options.pop((Task.ENVIRONMENT_SERVER, "resources.image_id"), None)
     gpus = {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
     by_source: dict[str, Changes] = {
         "derived": sizes.resources | _variables(group, sizes.settings),
@@ -130,15 +128,17 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         name=_name(Path(model.name).name, file.stem, tiers),
         file=file,
         text=(text := with_images(skypilot.edited(before, changes), images)),
-        sources=_sources(by_source, text),
+        sources=_sources(by_source, text, images),
         volume=sizes.volume,
         notes=[*adapters, *_left_behind(_named_paths(loaded)), *_forecast(trainer, model, sizes, preset)],
     )
 
 
-def _sources(by_source: Mapping[str, Changes], text: str) -> dict[tuple[str, str], str]:
-    """Return the source of each value of a job group; ``derived`` for those that its images bring."""
+def _sources(by_source: Mapping[str, Changes], text: str, images: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return the source of each value of a job group; those that images of tasks bring are ``derived``."""
     named = {key: source for source, part in by_source.items() for key in part}
+    if images:
+        named.pop((Task.ENVIRONMENT_SERVER, "resources.image_id"), None)
     return {(task, key): named.get((component_of(task), key), "derived") for task, key in skypilot.values(text)}
 
 
@@ -286,14 +286,11 @@ def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
 
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> Changes:
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
-    readers = {
-        # The questions of environments, their scores and their boxes are of these settings, too.
-        name: [
-            *tasks,
-            *([Task.ENVIRONMENT_SERVER] if {Task.DATA_SERVER, Task.REWARD_SERVER}.intersection(tasks) else []),
-        ]
-        for name, tasks in checks.tasks_by_variable().items()
-    }
+    readers = checks.tasks_by_variable()
+    for tasks in readers.values():
+        if {Task.DATA_SERVER, Task.REWARD_SERVER}.intersection(tasks):
+            # Environments have questions, scores and boxes, too.
+            tasks.append(Task.ENVIRONMENT_SERVER)
     return {
         (task.name, f"{skypilot.ENVS}.{name}"): skypilot.scalar(value)
         for name, value in variables.items()

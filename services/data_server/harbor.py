@@ -347,9 +347,7 @@ def _read_image(context: Path, *, is_built: bool) -> _Image:
             elif name == "USER":
                 image.user = text
             elif name not in _WITHOUT_EFFECT:
-                remedy = (
-                    "make its files in environment/ or in a tree of SANDBOX_TREES, or name the image as docker_image"
-                )
+                remedy = "build it and name it as docker_image, or make its files in environment/ or SANDBOX_TREES"
                 raise ValueError(f"it needs a build; {remedy}")
         except ValueError as error:
             if is_built:
