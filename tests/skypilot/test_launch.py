@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from local_runner import spec
+from scripts.launch.images import with_images
 from tests.skypilot.conftest import ROOT, SkyPilot
 from tests.skypilot.kubernetes_api import KubernetesApi, Object
 
@@ -56,7 +57,7 @@ def tasks(launched: SkyPilot) -> dict[str, dict[str, Any]]:
 def task_of(pod: Object) -> str:
     """The task a pod is for, by the name that SkyPilot gives its cluster: task, job, user."""
     name = pod["metadata"]["labels"]["skypilot-cluster-name"]
-    found = re.fullmatch(rf"(.+)-{JOB}-[0-9a-f]+", name)
+    found = re.fullmatch(r"(.+?)-\d+-[0-9a-f]+", name)
     assert found, name
     return found[1]
 
@@ -140,7 +141,27 @@ def test_nothing_was_asked_that_a_cluster_would_answer_and_this_one_does_not(lau
 
 
 def test_a_cancelled_job_leaves_no_pod(launched, kubernetes):
-    # The last test of the file: the pods are gone after it.
+    # The pods are gone after it.
     launched.sky("jobs", "cancel", "--yes", JOB)
     launched.wait_until(lambda: not kubernetes.pods(), "no pod is left")
     launched.wait_until(lambda: "CANCELLED" in launched.sky("jobs", "queue", "--all"), "the job counts as cancelled")
+
+
+def test_environment_servers_of_images_are_pods_in_which_bubblewrap_works(launched, kubernetes, tmp_path):
+    images = {"environment-server": "debian:12", "environment-server-2": "example.org/a:1"}
+    file = tmp_path / "jobgroup.yaml"
+    file.write_text(with_images((ROOT / "jobgroups/environment.yaml").read_text(), [*images.values()]))
+    launched.sky("jobs", "launch", "--yes", "--async", str(file))
+
+    def asked_for() -> dict[str, Object]:
+        found = {task_of(pod): pod for pod in kubernetes.pods()}
+        return {name: found[name] for name in images} if images.keys() <= found.keys() else {}
+
+    for name, pod in launched.wait_until(asked_for, "the pods of both images are asked for").items():
+        assert container(pod)["image"] == images[name]
+        assert pod["spec"]["hostUsers"] is False
+        profile = {"type": "Unconfined"}
+        granted = {"seccompProfile": profile, "appArmorProfile": profile, "procMount": "Unmasked"}
+        assert granted.items() <= container(pod)["securityContext"].items()
+    launched.sky("jobs", "cancel", "--yes", "--all")
+    launched.wait_until(lambda: not kubernetes.pods(), "no pod is left")
