@@ -102,13 +102,8 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
     given = {**options, "MODEL_NAME": model.name, **chosen}
     group, loaded = _loaded(file, preset | given, secrets)
     adapters = [f"caution: {text}" for text in checks.check_adapters(loaded, config=model.config)]
-    found = checks.settings_by_class(loaded)
-    rollout: RolloutSettings = found["RolloutSettings"]
-    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
-        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
-    trainer: TrainerSettings = found["TrainerSettings"]
     tiers = _tiers(before, request)
-    sizes = derive(trainer, rollout, model, tiers)
+    trainer, sizes = _sizes(loaded, options, model, tiers)
     is_open = not (request.stock or (OF_MODES | OTHER_ENGINES).intersection(options))
     if is_open and _gains_from_overlap(trainer, sizes.seconds):
         preset |= ASYNCHRONOUS
@@ -132,6 +127,17 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         volume=sizes.volume,
         notes=[*adapters, *_left_behind(_named_paths(loaded)), *_forecast(trainer, model, sizes, preset)],
     )
+
+
+def _sizes(
+    loaded: Sequence[checks.Loaded], options: Mapping[str, str], model: Model, tiers: Mapping[str, Tier]
+) -> tuple[TrainerSettings, Sizes]:
+    """Return the trainer's settings, and the sizes that follow from them and those of the engines."""
+    found = checks.settings_by_class(loaded)
+    rollout: RolloutSettings = found["RolloutSettings"]
+    if "ENGINE_MAX_TOTAL_TOKENS" not in options:  # the file's number is for its own model and GPUs
+        rollout = rollout.model_copy(update={"engine_max_total_tokens": None})
+    return found["TrainerSettings"], derive(found["TrainerSettings"], rollout, model, tiers)
 
 
 def _sources(by_source: Mapping[str, Changes], text: str, images: Sequence[str]) -> dict[tuple[str, str], str]:
