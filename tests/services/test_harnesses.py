@@ -156,7 +156,7 @@ async def test_a_harness_that_fails_gives_no_reward(ground: Ground, tmp_path: Pa
 def test_only_the_pinned_version_counts_as_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harnesses, "HARNESSES", tmp_path)
     for name, harness in PRESETS.items():
-        record = tmp_path / harness.record.replace("*", "3.11")
+        record, program = tmp_path / harness.record.replace("*", "3.11"), tmp_path / harness.program
         with pytest.raises(ConfigurationError, match=f"make harnesses PRESETS={name}"):
             program_of(PREFIX + name, 4, 64)
         if harness.is_python:
@@ -166,6 +166,9 @@ def test_only_the_pinned_version_counts_as_installed(tmp_path: Path, monkeypatch
             record.write_text('{"version": "0.0.1"}')
             assert not harness.is_installed
             record.write_text(json.dumps({"version": harness.version}))
+        assert not harness.is_installed
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch()
         assert isinstance(program_of(PREFIX + name, 4, 64), Preset)
 
 
