@@ -17,8 +17,7 @@ from rich.text import Text
 
 from services.core import logs, machine
 from services.core.errors import EXIT_FAILED, DependencyLostError
-from services.data_server.generators import checks_file, read_checks
-from services.data_server.harbor import read_tasks
+from services.data_server.harbor import checks_file, read_checks, read_tasks
 from services.data_server.settings import HARBOR
 from services.environment_server.harbor import HarborTasks, load
 from services.environment_server.settings import EnvironmentSettings

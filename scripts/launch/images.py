@@ -10,10 +10,8 @@ from local_runner import skypilot
 from local_runner.checks import Loaded
 from services.core.endpoints import ENVIRONMENT_SERVERS_VARIABLE, Task
 from services.core.errors import ConfigurationError
-from services.data_server.generators import read_checks
-from services.data_server.harbor import read_tasks
+from services.data_server.harbor import datasets_of, read_checks, read_tasks
 from services.data_server.settings import DataSettings
-from services.environment_server.harbor import datasets_of
 from services.environment_server.settings import EnvironmentSettings
 
 NAME = Task.ENVIRONMENT_SERVER.value

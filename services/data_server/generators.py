@@ -17,7 +17,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, TypeVar
 
@@ -26,10 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
-from services.core.files import read_from, read_records
 from services.core.logs import get_logger
 from services.core.processes import describe_exit
-from services.data_server.harbor import read_tasks
+from services.data_server.harbor import read_checks, read_tasks
 from services.data_server.settings import HARBOR, DataSettings
 from services.protocol.ground_truths import REASONING_GYM
 
@@ -223,26 +221,7 @@ def _generate_reasoning(plan: dict[str, Any], refused: Counter[str]) -> list[dic
     return rows
 
 
-CHECKS = "tasks-check.jsonl"
-"""The file beside the tasks into which ``grpo tasks check`` writes its verdicts."""
 _TASK_SCHEMA = pa.schema([(name, pa.string()) for name in ("question", "ground_truth", "category")])
-
-
-def checks_file(dataset: str) -> Path:
-    """Return the file with the verdicts of ``grpo tasks check`` on the tasks of a dataset."""
-    place = Path(dataset.removeprefix(HARBOR)).expanduser()
-    return place.with_name(f"{place.name}.{CHECKS}") if place.is_file() else place / CHECKS
-
-
-def read_checks(dataset: str) -> dict[str, dict[str, Any]]:
-    """Return the verdicts by the digest of their task; the last one of each.
-
-    Raises:
-        DamagedFileError: a line of the file cannot be read.
-    """
-    path = checks_file(dataset)
-    with read_from(path):
-        return {record["digest"]: record for record in read_records(path)}
 
 
 def _task_tables(settings: DataSettings, refused: Counter[str]) -> Tables:

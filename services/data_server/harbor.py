@@ -24,8 +24,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
 from services.core.errors import ConfigurationError
-from services.data_server.settings import HARBOR
+from services.core.files import read_from, read_records
+from services.data_server.settings import HARBOR, DataSettings
 
+CHECKS = "tasks-check.jsonl"
+"""The file beside the tasks into which ``grpo tasks check`` writes its verdicts."""
 FIRST_NUMBER = 2**20
 """Seeds from here on are numbers of tasks; a lower seed draws one."""
 LARGEST_TASK = 64 * 2**20
@@ -435,3 +438,32 @@ def read_tasks(dataset: str) -> tuple[dict[int, Task], dict[str, TaskRefusedErro
         except TaskRefusedError as error:
             refused[str(folder)] = error
     return tasks, refused
+
+
+def datasets_of(data: DataSettings) -> list[str]:
+    """Return the datasets ``harbor:DIR`` of a run: of DATASET, of its sources, and held-out ones.
+
+    With one of them, the rows of DATASET are not played.
+    """
+    named: dict[str, None] = {}
+    for own in (data, *data.by_source().values()):
+        if own.dataset.startswith(HARBOR):
+            named |= {own.dataset: None} | ({f"{HARBOR}{own.dataset_test}": None} if own.dataset_test else {})
+    return list(named)
+
+
+def checks_file(dataset: str) -> Path:
+    """Return the file with the verdicts of ``grpo tasks check`` on the tasks of a dataset."""
+    place = Path(dataset.removeprefix(HARBOR)).expanduser()
+    return place.with_name(f"{place.name}.{CHECKS}") if place.is_file() else place / CHECKS
+
+
+def read_checks(dataset: str) -> dict[str, dict[str, Any]]:
+    """Return the verdicts by the digest of their task; the last one of each.
+
+    Raises:
+        DamagedFileError: a line of the file cannot be read.
+    """
+    path = checks_file(dataset)
+    with read_from(path):
+        return {record["digest"]: record for record in read_records(path)}

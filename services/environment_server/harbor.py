@@ -34,7 +34,6 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import Stopwatch, in_background
 from services.data_server.harbor import FIRST_NUMBER, Task, read_tasks
-from services.data_server.settings import HARBOR, DataSettings
 from services.environment_server.environments import (
     ActionRefusedError,
     Conversation,
@@ -275,18 +274,6 @@ def _own_path(word: str) -> Path | None:
     """Return the path of a file or directory below the working directory; None for any other word."""
     path = Path(word).resolve()
     return path if path.exists() and Path.cwd().resolve() in path.parents else None
-
-
-def datasets_of(data: DataSettings) -> list[str]:
-    """Return the datasets ``harbor:DIR`` of a run: of DATASET, of its sources, and held-out ones.
-
-    With one of them, the rows of DATASET are not played.
-    """
-    named: dict[str, None] = {}
-    for own in (data, *data.by_source().values()):
-        if own.dataset.startswith(HARBOR):
-            named |= {own.dataset: None} | ({f"{HARBOR}{own.dataset_test}": None} if own.dataset_test else {})
-    return list(named)
 
 
 async def load(datasets: Sequence[str], settings: EnvironmentSettings, rewards: RewardSettings) -> HarborTasks:

@@ -22,6 +22,7 @@ from services.core.errors import ConfigurationError, DependencyLostError, first_
 from services.core.tasks import in_background
 from services.data_server import dataset_rows
 from services.data_server.dataset_rows import Rows
+from services.data_server.harbor import datasets_of
 from services.data_server.settings import DataSettings
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Transition, text_of
 from services.environment_server.settings import EnvironmentSettings
@@ -341,7 +342,7 @@ async def open_sandboxes(settings: EnvironmentSettings) -> AsyncIterator[Boxes]:
     data = DataSettings.load()
     rewards = RewardSettings.load().without_sources(reward_fn="code", accuracy_fn=None)
     tasks: Boxes
-    if of_harbor := harbor.datasets_of(data):
+    if of_harbor := datasets_of(data):
         tasks = await harbor.load(of_harbor, settings, rewards)
     else:
         data = data.model_copy(update={"reward_fn": "code"})

@@ -12,7 +12,7 @@ import typer
 
 from scripts import tasks
 from services.data_server import dataset_rows
-from services.data_server.generators import read_checks
+from services.data_server.harbor import read_checks
 from services.data_server.settings import DataSettings
 from tests.tasks import write_task
 

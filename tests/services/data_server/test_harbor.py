@@ -9,8 +9,7 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
-from services.data_server.generators import checks_file
-from services.data_server.harbor import FIRST_NUMBER, Task, TaskRefusedError, read_task, read_tasks
+from services.data_server.harbor import FIRST_NUMBER, Task, TaskRefusedError, checks_file, read_task, read_tasks
 from services.data_server.settings import DataSettings
 from tests.tasks import TASKS, TOML, write_task
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server.harbor import read_task, read_tasks
+from services.data_server.harbor import datasets_of, read_task, read_tasks
 from services.data_server.settings import DataSettings
 from services.environment_server import harbor
 from services.environment_server.harbor import HarborTasks
@@ -124,9 +124,9 @@ def test_a_source_names_tasks_too(tmp_path: Path) -> None:
     sources.write_text(
         f"- {{name: sums, dataset: arithmetic}}\n- {{name: tasks, dataset: 'harbor:{TASKS}', rollout: environment}}\n"
     )
-    assert harbor.datasets_of(DataSettings(sources=sources)) == [f"harbor:{TASKS}"]
+    assert datasets_of(DataSettings(sources=sources)) == [f"harbor:{TASKS}"]
     held_out = DataSettings(dataset="harbor:a", dataset_test=Path("b"))
-    assert harbor.datasets_of(held_out) == ["harbor:a", "harbor:b"]
+    assert datasets_of(held_out) == ["harbor:a", "harbor:b"]
 
 
 async def test_landlock_alone_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
