@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import yaml
 
@@ -10,11 +10,13 @@ from local_runner import skypilot
 from local_runner.checks import Loaded
 from services.core.endpoints import ENVIRONMENT_SERVERS_VARIABLE, Task
 from services.core.errors import ConfigurationError
+from services.data_server.harbor import Task as HarborTask
 from services.data_server.harbor import datasets_of, read_checks, read_tasks
 from services.data_server.settings import DataSettings
 from services.environment_server.settings import EnvironmentSettings
 
 NAME = Task.ENVIRONMENT_SERVER.value
+HOME_OF_PODS = "/root"
 POD = """
 config:
   kubernetes:
@@ -38,34 +40,43 @@ def images_of(loaded: Sequence[Loaded], text: str, most: int) -> list[str]:
         most: the images that may have nodes.
 
     Raises:
-        ConfigurationError: they are more, or no task of a dataset has passed ``grpo tasks check``.
+        ConfigurationError: they are more, no task of a dataset has passed ``grpo tasks check``, or a task has no box in
+            a pod.
     """
-    datasets: dict[str, None] = {}
+    tasks: dict[str, HarborTask] = {}
     trees: set[str] = set()
     for _, _, settings in loaded:
         if isinstance(settings, DataSettings):
-            datasets |= dict.fromkeys(datasets_of(settings))
+            tasks |= {task.digest: task for dataset in datasets_of(settings) for task in _passed(dataset)}
         elif isinstance(settings, EnvironmentSettings):
             trees |= settings.sandbox_trees.keys()
-    images = {image for dataset in datasets for image in _passed(dataset)}
-    if (count := len(images - trees)) > most:
+            if settings.sandbox_image:
+                raise ConfigurationError("SANDBOX_IMAGE follows from the images of the tasks; leave it out")
+    tasks = {digest: task for digest, task in tasks.items() if task.image not in trees}
+    if homeless := [task.name for task in tasks.values() if {"/", HOME_OF_PODS}.intersection(task.own_places)]:
+        raise ConfigurationError(
+            f"programs of {', '.join(homeless)} write to {HOME_OF_PODS}, where pods have this project; give them "
+            "another working directory, or leave them out by a list file"
+        )
+    images = sorted({task.image for task in tasks.values()})
+    if (count := len(images)) > most:
         [resources] = [document["resources"] for document in yaml.safe_load_all(text) if document["name"] == NAME]
         cpus, memory = (count * int(resources[key].rstrip("+")) for key in ("cpus", "memory"))
         raise ConfigurationError(
-            f"the tasks of {', '.join(datasets)} have {count} images, so they need {count} pods of environment-server, "
-            f"with {cpus} CPUs and {memory} GB; at most {most} are made: raise --max-images, choose tasks by a list "
-            "file, or give images a tree (SANDBOX_TREES)"
+            f"the tasks of DATASET have {count} images, so they need {count} pods of environment-server, with {cpus} "
+            f"CPUs and {memory} GB; at most {most} are made: raise --max-images, choose tasks by a list file, or give "
+            "images a tree (SANDBOX_TREES)"
         )
-    return sorted(images - trees)
-
-
-def _passed(dataset: str) -> Iterable[str]:
-    """Return the image of each task that has passed."""
-    checks = read_checks(dataset)
-    images = [task.image for task in read_tasks(dataset)[0].values() if checks.get(task.digest, {}).get("passes")]
-    if not images:
-        raise ConfigurationError(f"no task of DATASET {dataset!r} has passed; run `grpo tasks check`")
     return images
+
+
+def _passed(dataset: str) -> list[HarborTask]:
+    """Return the tasks that have passed."""
+    checks = read_checks(dataset)
+    tasks = [task for task in read_tasks(dataset)[0].values() if checks.get(task.digest, {}).get("passes")]
+    if not tasks:
+        raise ConfigurationError(f"no task of DATASET {dataset!r} has passed; run `grpo tasks check`")
+    return tasks
 
 
 def with_images(text: str, images: Sequence[str]) -> str:

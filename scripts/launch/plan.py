@@ -293,9 +293,9 @@ def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
 def _variables(group: spec.JobGroup, variables: Mapping[str, str]) -> Changes:
     """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
     readers = checks.tasks_by_variable()
-    for tasks in readers.values():
-        if {Task.DATA_SERVER, Task.REWARD_SERVER}.intersection(tasks):
-            # Environments have questions, scores and boxes, too.
+    for name, tasks in readers.items():
+        if name.startswith(("CODE_", "DATASET", "SANDBOX")):
+            # Environments have questions and boxes, too.
             tasks.append(Task.ENVIRONMENT_SERVER)
     return {
         (task.name, f"{skypilot.ENVS}.{name}"): skypilot.scalar(value)

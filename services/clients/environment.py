@@ -196,7 +196,7 @@ class EnvironmentClient:
         return self._servers[url]
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until one server is healthy.
+        """Wait until one server is healthy, of each image where images have servers of their own.
 
         Raises:
             DependencyLostError: none was within ``deadline_seconds``.
@@ -204,12 +204,17 @@ class EnvironmentClient:
         end = time.monotonic() + deadline_seconds
         while True:
             servers = await self.servers()
-            if any(await asyncio.gather(*(server.is_healthy() for server in servers))):
+            are_healthy = await asyncio.gather(*(server.is_healthy() for server in servers))
+            healthy = {server.url for server, is_healthy in zip(servers, are_healthy, strict=True) if is_healthy}
+            nodes = [node for node, address in self._nodes.items() if address.url in healthy]
+            up = {node.rpartition("-")[0] for node in nodes}
+            silent = [name for name in task_names(self.task) if name not in up] if self._searches or not up else []
+            if not silent:
                 return
             if time.monotonic() > end:
-                urls = ", ".join(server.url for server in servers)
-                reason = f"{urls}; see their logs" if servers else _none_found()
-                raise DependencyLostError(f"no environment-server is healthy after {deadline_seconds:g} s: {reason}")
+                urls = ", ".join(server.url for server in servers if server.url not in healthy)
+                reason = f"{urls}; see their logs" if urls else _none_found()
+                raise DependencyLostError(f"no {', '.join(silent)} is healthy after {deadline_seconds:g} s: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def settings(self) -> ComponentRecord:

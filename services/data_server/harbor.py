@@ -16,7 +16,8 @@ import shlex
 import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -134,8 +135,12 @@ class Task(BaseModel, frozen=True):
     path: Path
     digest: str
     """The digest of the names, contents and modes of all of its files."""
-    image: str = Field(validation_alias=_in_toml("environment.docker_image", "image"))
+    image: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", validation_alias=_in_toml("environment.docker_image", "image")
+    )
     """The image that has its programs: docker_image, or else what its Dockerfile begins with."""
+    is_built: bool
+    """True if somebody has built the image, which so has all that its Dockerfile says."""
     workdir: str
     environment: _Variables = Field(validation_alias=_in_toml("environment.env"))
     copies: Mapping[str, Path]
@@ -189,6 +194,7 @@ def read_task(path: Path) -> Task:
         "path": path,
         "digest": digest,
         "image": image.base,
+        "is_built": "docker_image" in box,
         "workdir": workdir,
         "environment": box | {"env": image.environment | box.get("env", {})},
         "copies": image.copies,
@@ -283,11 +289,16 @@ def _places(workdir: str, copies: Iterable[str], artifacts: Iterable[str]) -> li
     for place in (PurePosixPath(workdir), *sorted(folders)):
         if places and any(place.is_relative_to(other) for other in (*map(str, places), *_WRITABLE)):
             continue
-        if not place.parts[1:] or place.parts[1] in _READ_ONLY:
+        if _is_read_only(str(place)):
             advice = "use another one, such as /app, as working directory, in COPY and as artifacts"
             raise TaskRefusedError("a directory that is read-only", f"no box can write to {place}; {advice}")
         places.append(place)
     return [*dict.fromkeys((*map(str, places), *_WRITABLE))]
+
+
+def _is_read_only(place: str) -> bool:
+    top, *_ = [*PurePosixPath(place).parts[1:], ""]
+    return not top or top in _READ_ONLY
 
 
 def _notes(path: Path, keys: Sequence[tuple[str, str, Any]], box: Mapping[str, Any], image: _Image) -> Iterator[str]:
@@ -329,7 +340,7 @@ def _read_image(context: Path, *, is_built: bool) -> _Image:
     Raises:
         TaskRefusedError: a line needs a build, or cannot be read; of an image that is built, such lines are left out.
     """
-    image, arguments = _Image(), dict[str, str]()
+    image, arguments, stages, needs_build = _Image(), dict[str, str](), dict[str, _Image](), False
     if not (context / "Dockerfile").is_file():
         return image
     text = re.sub(r"^\s*#.*\n?", "", _text(context / "Dockerfile"), flags=re.MULTILINE)
@@ -338,7 +349,9 @@ def _read_image(context: Path, *, is_built: bool) -> _Image:
         name, text, known = name.upper(), text.strip(), arguments | image.environment
         try:
             if name == "FROM" and (is_built or not image.base):
-                [image.base, *_], image.copies = _words(_resolved(text, known)), {}
+                [base, *alias] = _words(_resolved(text, known))
+                image = deepcopy(stages.get(base, _Image(base)))
+                stages |= {alias[1]: image} if alias[1:] else {}
             elif name == "ENV":
                 image.environment |= {key: _resolved(value, known) for key, value in _pairs(text)}
             elif name == "ARG":
@@ -346,7 +359,10 @@ def _read_image(context: Path, *, is_built: bool) -> _Image:
             elif name == "WORKDIR":
                 image.workdir = str(PurePosixPath(image.workdir, _resolved(text.strip("'\""), known)))
             elif name == "COPY" and "--from" not in text:
-                image.copies |= _copies(context, _words(_resolved(text, known)), image.workdir)
+                copies = _copies(context, _words(_resolved(text, known)), image.workdir)
+                image.copies |= {
+                    n: f for n, f in copies.items() if not (is_built and _is_read_only(n.rpartition("/")[0]))
+                }
             elif name == "USER":
                 image.user = text
             elif name not in _WITHOUT_EFFECT:
@@ -354,11 +370,11 @@ def _read_image(context: Path, *, is_built: bool) -> _Image:
                 raise ValueError(f"it needs a build; {remedy}")
         except ValueError as error:
             if is_built:
-                image.needs_build = True
+                needs_build = True
                 continue
             kind = "a Dockerfile of several stages" if name == "FROM" and image.base else f"{name} in its Dockerfile"
             raise TaskRefusedError(kind, f"environment/Dockerfile, `{name} {text[:80]}`: {error}") from error
-    return image
+    return replace(image, needs_build=needs_build)
 
 
 def _resolved(text: str, variables: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from services.core.errors import first_line
 from services.data_server.harbor import HOME, Step, Task
 from services.environment_server.environments import EnvironmentBrokenError, Transition
 from services.environment_server.sandbox_environment import STEPS_PARTS, Boxes, execute
-from services.sandbox.backends import ROOT, Layout
+from services.sandbox.backends import ROOT, Layout, is_below
 from services.sandbox.box import Box, Files, Outcome, Result, require_box
 from services.sandbox.kernel import Limits
 from services.sandbox.zygote import MOST_FILES
@@ -96,9 +96,10 @@ class Trial:
         self._layout = Layout(
             (*task.places, *filter(None, [scratch])), mounts, has_processes=bool(scratch and not tasks.no_processes)
         )
-        self.original = files_of(task.copies)
-        if (root := tasks.root_of(task.image)) is not None:
-            self.original = _over(files_of(files_of_image(task, root)), self.original)
+        root = tasks.root_of(task.image)
+        self.original = _of_image(task, root) if root is not None else Files()
+        if root is None or not task.is_built:
+            self.original = _over(self.original, files_of(task.copies))
         """The files that its box begins with, by their paths in it."""
         self._box: Box | None = None
         self.verdicts: list[Rewards] = []
@@ -292,27 +293,33 @@ def files_of(sources: Mapping[str, Path]) -> Files:
     return Files({name: path.read_bytes() for name, path in sources.items()}, executable)
 
 
-def files_of_image(task: Task, root: Path) -> dict[str, Path]:
+def _of_image(task: Task, root: Path) -> Files:
     """Return the files that a task's image, whose files are below ``root``, has in the task's own places.
 
     Raises:
-        EnvironmentBrokenError: they are more than may travel, or this project is among them.
+        EnvironmentBrokenError: they are more than may travel, cannot be read, or are this machine's.
     """
     files: dict[str, Path] = {}
     size = 0
     for place in task.own_places:
         below = root / place[1:]
-        if ROOT.is_relative_to(below):
+        if not is_below(root, below):
             raise EnvironmentBrokenError(
-                f"{task.image}: {place} has this project in it; give programs another directory"
+                f"{task.image}: {place} is a link out of {root}; put the directory itself there"
             )
+        for other in (ROOT, task.path.resolve()):
+            if other.is_relative_to(below) or below.is_relative_to(other):
+                raise EnvironmentBrokenError(f"{task.image}: {other} is in {place}; give programs another directory")
         for path in below.rglob("*"):
             if path.is_file() and not path.is_symlink():
                 files[f"/{path.relative_to(root)}"] = path
                 size += path.stat().st_size
             if size > SAVED_BYTES or len(files) > MOST_FILES:
                 raise EnvironmentBrokenError(f"{task.image}: {place} has more than a box may begin with, {MOST}")
-    return files
+    try:
+        return files_of(files)
+    except OSError as error:
+        raise EnvironmentBrokenError(f"{task.image}: {error}") from error
 
 
 def _over(below: Files, files: Files) -> Files:

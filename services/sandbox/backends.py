@@ -39,6 +39,8 @@ _DESCRIBE = (
     "import json, os, sys as s; library = os.path.dirname(os.__file__); "
     "print(json.dumps([s.version_info[:2], s.executable, library, s.prefix, s.base_prefix, *s.path]))"
 )
+_VARIABLES = "/etc/profile.d/container_env_var.sh"
+"""The file into which SkyPilot writes the variables of a pod, which may be secrets."""
 _SANDBOX = str(ROOT / "services/sandbox")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _COPIES = Path("/var/tmp")
@@ -103,7 +105,7 @@ class Interpreter:
     def in_image(self, image: str, places: Sequence[str]) -> Interpreter:
         """Return this interpreter for boxes with all programs of this machine, which is a container of an image.
 
-        Programs find the image's own Python, if it has one.
+        Programs find the image's own Python, if it has one; none of ``places`` is among the directories of programs.
 
         Args:
             image: the image's name, for messages.
@@ -113,14 +115,18 @@ class Interpreter:
             ConfigurationError: the image's Python is older than 3.11.
         """
         own = os.path.dirname(self.program)
-        folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+        folders = [
+            folder
+            for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)
+            if os.path.isabs(folder) and folder != own and not _is_in(os.path.realpath(folder), places)
+        ]
         search = os.pathsep.join([*folders, own])
         found = shutil.which("python3", path=search)
         directories: list[str] = []
         if found and os.path.dirname(found) != own:
             _, library, directories = _described([found], f"the Python of the image {image}, {found},")
-            directories.append(library)
-        installed = _installed(Path("/"), places)
+            directories = [path for path in (library, *directories) if not _is_in(path, places)]
+        installed = _installed(Path("/"), [*places, str(ROOT)])
         readable = _outermost([*OF_TREE, *self.readable, *installed, *directories])
         return replace(self, readable=tuple(readable), search=search)
 
@@ -260,13 +266,19 @@ def _described(words: list[str], where: str) -> tuple[str, str, list[str]]:
     return executable, library, directories
 
 
-def _installed(root: Path, places: Sequence[str]) -> list[str]:
-    """Return the directories of /opt below a root, without those that have something to do with ``places``."""
-    paths = [f"/opt/{path.name}" for path in sorted((root / "opt").glob("*"))]
-    related = [
-        p for p in paths for place in map(Path, places) if place.is_relative_to(p) or Path(p).is_relative_to(place)
-    ]
-    return [path for path in paths if path not in related]
+def _installed(root: Path, others: Sequence[str]) -> list[str]:
+    """Return what is in /opt below a root; without links that leave the root, and what is above or below ``others``."""
+    found = {f"/opt/{path.name}": path for path in sorted((root / "opt").glob("*")) if is_below(root, path)}
+    return [name for name in found if not (_is_in(name, others) or any(_is_in(other, [name]) for other in others))]
+
+
+def is_below(root: Path, path: Path) -> bool:
+    """Return whether a path, with the links on it followed, is below ``root``."""
+    return path.resolve().is_relative_to(root.resolve())
+
+
+def _is_in(path: str, places: Sequence[str]) -> bool:
+    return any(Path(path).is_relative_to(place) for place in places)
 
 
 def _outermost(paths: list[str]) -> list[str]:
@@ -324,6 +336,8 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
     for path in interpreter.readable:
         source = f"{interpreter.tree}{path}" if interpreter.tree and path != _SANDBOX else path
         arguments += ["--ro-bind", source, path]
+    if interpreter.search and os.path.exists(_VARIABLES):
+        arguments += ["--ro-bind", "/dev/null", _VARIABLES]
     arguments += ["--dev", "/dev", *(["--proc", "/proc"] if layout and layout.has_processes else [])]
     if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]

@@ -9,6 +9,7 @@ import os
 import struct
 import tempfile
 from asyncio.subprocess import PIPE
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -228,7 +229,7 @@ class Box:
 
     async def load(self, files: Mapping[str, bytes]) -> Result:
         """Write files of the box by their paths below its directory; as code would, so that none leaves the box."""
-        texts = {path: content.decode("latin-1") for path, content in files.items()}
+        texts = {path: b64encode(content).decode() for path, content in files.items()}
         executable = sorted(files.executable) if isinstance(files, Files) else []
         return await self.run("load", stdin=json.dumps(texts).encode(), executable=executable)
 
@@ -236,15 +237,15 @@ class Box:
         """Return the files of some directories by path, links and pipes left out; the result where they cannot be read.
 
         Args:
-            most_bytes: of the files, above which they cannot; as JSON at most, above which the outcome is ``output``.
+            most_bytes: of the files, above which they cannot.
             places: the directories.
         """
-        limits = self._limits._replace(output_bytes=most_bytes)
+        limits = self._limits._replace(output_bytes=2 * most_bytes)
         result = await self.run("save", limits=limits, places=[*places], most_bytes=most_bytes)
         if result.outcome is not Outcome.OK:
             return result
         files, executable = json.loads(result.reply)
-        return Files({path: content.encode("latin-1") for path, content in files.items()}, executable)
+        return Files({path: b64decode(content) for path, content in files.items()}, executable)
 
     async def run(self, deed: str, *, stdin: bytes = b"", limits: Limits | None = None, **what: Any) -> Result:
         """Do one of zygote's ``DEEDS``; a box that does not answer gives ``infrastructure`` now and ever after."""

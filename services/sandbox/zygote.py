@@ -20,6 +20,7 @@ import socket
 import stat
 import struct
 import sys
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -224,7 +225,7 @@ def _load(executable: list[str]) -> None:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         mode = 0o755 if path in programs else 0o644
         with open(path, "wb", opener=lambda name, flags, mode=mode: os.open(name, flags, mode)) as file:  # type: ignore[misc]
-            file.write(content.encode("latin-1"))
+            file.write(a2b_base64(content))
 
 
 def _save(places: list[str], most_bytes: int) -> None:
@@ -239,7 +240,7 @@ def _save(places: list[str], most_bytes: int) -> None:
                 if left < 0:
                     raise OSError(f"the files have more than {most_bytes} bytes")
                 with open(path, "rb") as file:
-                    files[path] = file.read().decode("latin-1")
+                    files[path] = b2a_base64(file.read(), newline=False).decode()
                 executable += [path] if status.st_mode & stat.S_IXUSR else []
         if len(files) > MOST_FILES:
             raise OSError(f"there are more than {MOST_FILES} files")

@@ -441,6 +441,11 @@ def test_one_image_keeps_the_number_of_nodes_and_too_many_are_refused_with_their
     assert tasks["environment-server"]["num_nodes"] == 2
     assert tasks["environment-server"]["resources"]["image_id"] == "docker:a"
     assert tasks["data-server"]["resources"]["image_id"] == "docker:registry.example.org/grpo:v1-services"
+    assert "SANDBOX_IMAGE" in refused(tmp_path / "refused", *options, "--env", "SANDBOX_IMAGE=b")
+    in_home = {"environment/Dockerfile": "FROM a\nWORKDIR /root\n", "task.toml": '[task]\nname = "in-home"\n'}
+    write_task(tmp_path / "one/home", in_home)
+    pass_checks(tmp_path / "one")
+    assert "in-home" in refused(tmp_path / "refused", *options)
     (tmp_path / "one/tasks-check.jsonl").unlink()
     assert "grpo tasks check" in refused(tmp_path / "refused", *options)
 

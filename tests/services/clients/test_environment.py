@@ -171,6 +171,25 @@ async def test_servers_of_each_image_are_found(resolvable: set[str], monkeypatch
     assert bind_address(Task.ENVIRONMENT_SERVER).host == "127.0.0.2"
 
 
+async def test_a_run_waits_for_a_server_of_each_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOBGROUP_ENVIRONMENT_SERVERS", "2")
+    with fake_service({"GET /health": lambda _: {}}) as server:
+        up, away = (f"{address.host}:{address.port}" for address in (server.endpoint, NOBODY))
+        for addresses, silent in (
+            ((up, away), "environment-server-2"),
+            ((away, up), "environment-server"),
+            ((up, up), ""),
+        ):
+            nodes = zip(("environment-server-0:8081", "environment-server-2-0:8081"), addresses, strict=True)
+            monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(dict(nodes)))
+            async with EnvironmentClient() as client:
+                if not silent:
+                    await client.wait_healthy(0.2)
+                    continue
+                with pytest.raises(DependencyLostError, match=rf"no {silent} is healthy .*:9; "):
+                    await client.wait_healthy(0.2)
+
+
 async def test_a_task_is_played_by_the_server_that_has_its_image() -> None:
     info = {"id": "e", "state": {"kind": "messages"}, "action": {"kind": "text"}, "max_steps": 9}
     asked: list[tuple[str, int]] = []

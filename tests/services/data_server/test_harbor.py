@@ -125,19 +125,24 @@ def test_of_an_image_that_is_built_the_dockerfile_says_what_a_box_can_have(tmp_p
     lines = [
         "FROM golang:1.23 AS tools",
         "WORKDIR /src",
+        "ENV SECRET=builder",
         "COPY one.txt .",
-        "FROM debian:12",
+        "FROM debian:12 AS base",
+        "ENV MODE=slow LEVEL=1",
+        "FROM base",
         "RUN apt-get install -y jq",
         "COPY --from=tools /src/tool /usr/bin/tool",
         "COPY missing.txt .",
         "ENV MODE=fast",
+        "COPY one.txt /usr/bin/",
         "WORKDIR /work",
         "COPY one.txt .",
     ]
     toml = '[environment]\ndocker_image = "example.org/jq:1"\nnetwork_mode = "no-network"\n'
     files = {"environment/Dockerfile": "\n".join(lines), "environment/one.txt": "1", "task.toml": toml}
     task = read_task(write_task(tmp_path / "built", files))
-    assert (task.image, task.workdir, task.environment) == ("example.org/jq:1", "/work", {"MODE": "fast"})
+    assert (task.image, task.workdir) == ("example.org/jq:1", "/work")
+    assert task.environment == {"MODE": "fast", "LEVEL": "1"}
     assert [*task.copies] == ["/work/one.txt"]
     assert task.notes == ("what environment/Dockerfile builds is in example.org/jq:1 alone",)
 
@@ -163,6 +168,7 @@ REFUSED: list[tuple[str, str, dict[str, str]]] = [
     ("ENV in its Dockerfile", "ENV A", _image('ENV A="x')),
     ("a Dockerfile of several stages", "FROM b", _image("FROM b")),
     ("no image", "docker_image", {"environment/Dockerfile": "WORKDIR /app"}),
+    ("task.toml", "environment.docker_image", _toml('[environment]\ndocker_image = "a\\n  b: {c: d}"')),
     ("docker-compose", "environment/docker-compose.yaml", {"environment/docker-compose.yaml": ""}),
     ("GPUs or TPUs", "environment.gpus", _toml(TOML + "gpus = 1")),
     ("GPUs or TPUs", "environment.tpu", _toml(TOML + 'tpu = "v5e"')),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from services.core.errors import ConfigurationError
 from services.data_server.harbor import datasets_of, read_task, read_tasks
 from services.data_server.settings import DataSettings
 from services.environment_server import harbor
+from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.harbor import HarborTasks
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.task_checks import check_task, copied_answers
@@ -335,19 +337,24 @@ async def test_an_image_that_has_a_tree_has_its_programs(boxes: Any, tmp_path: P
     (tree / "etc/os-release").write_text("ID=tree\n")
     for name in ("usr", "bin", "sbin", "lib", "lib64"):
         (tree / name).symlink_to(f"/{name}")
-    for name in ("opt/tool/seven", "app/given.txt"):
+    for name in ("opt/tool/seven", "opt/place/below", "app/given.txt"):
         (tree / name).parent.mkdir(parents=True)
         (tree / name).write_text("7\n")
     task = write_task(tmp_path / "task", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n"})
     tasks = boxes(task)
-    tasks.trees = {"debian:12": Interpreter.find_in(tree, tasks.places_of("debian:12"))}
+    (tree / "opt/out").symlink_to(TASKS)
+    tasks.trees = {"debian:12": Interpreter.find_in(tree, [*tasks.places_of("debian:12"), "/opt/place/of/mine"])}
     async with Trial(tasks, *tasks.tasks.values()) as trial:
-        program = "cat /etc/os-release /opt/tool/seven given.txt; command -v python3; python3 -c 'print(7)' > value.txt"
+        program = "ls /opt; cat /etc/os-release given.txt; command -v python3; python3 -c 'print(7)' > value.txt"
         seen = await trial.run("bash", program)
-        assert seen.stdout.split() == [b"ID=tree", b"7", b"7", b"/usr/bin/python3"]
+        assert seen.stdout.split() == [b"tool", b"ID=tree", b"7", b"/usr/bin/python3"]
         assert (await trial.grade())["reward"] == 1.0
     with pytest.raises(ConfigurationError, match="SANDBOX_TREES"):
         Interpreter.find_in(tmp_path)
+    shutil.rmtree(tree / "app")
+    (tree / "app").symlink_to(TASKS)
+    with pytest.raises(EnvironmentBrokenError, match="is a link out of"):
+        Trial(tasks, *tasks.tasks.values())
 
 
 @pytest.fixture
@@ -359,7 +366,10 @@ def place() -> Iterator[Path]:
 
 def _in_image(place: Path, image: str) -> dict[str, str]:
     lines = f'docker_image = "{image}"\nworkdir = "{place}"\nnetwork_mode = "no-network"\n'
-    return {"task.toml": f"[environment]\n{lines}", "environment/Dockerfile": "FROM a\nRUN make\n"}
+    return {
+        "task.toml": f"[environment]\n{lines}",
+        "environment/Dockerfile": f"FROM a\nWORKDIR {place}\nCOPY *.txt .\nRUN make\n",
+    }
 
 
 @pytest.fixture
@@ -386,16 +396,20 @@ async def test_in_a_container_of_an_image_a_box_has_its_programs_and_files(
     (place / "sub/run").write_text("#!/bin/sh\necho 7\n")
     (place / "sub/run").chmod(0o755)
     (place / "link").symlink_to("/etc/passwd")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    (place / "python3").write_text("#!/bin/sh\necho mine\n")
+    (place / "python3").chmod(0o755)
+    (place / "data.bin").write_bytes(random.Random(0).randbytes(5 * 2**20))
+    # Neither a directory that answers may write to, nor the one where they begin.
+    monkeypatch.setenv("PATH", f"{place}:{Path(sys.executable).parent}::/usr/bin:/bin")
+    monkeypatch.setattr("services.sandbox.backends._VARIABLES", "/etc/passwd")
     graded = f"#!/bin/sh\n[ -x sub/run ] && cat {place}/value.txt > /logs/verifier/reward.txt\n"
-    write_task(
-        tmp_path / "tasks/a", _in_image(place, "a") | {"tests/test.sh": graded, "solution/solve.sh": "#!/bin/sh"}
-    )
+    own = {"tests/test.sh": graded, "solution/solve.sh": "#!/bin/sh", "environment/given.txt": "before its RUN\n"}
+    write_task(tmp_path / "tasks/a", _in_image(place, "a") | own)
     tasks = await served(tmp_path / "tasks", "a")
     [task] = tasks.tasks.values()
     async with Trial(tasks, task) as trial:
-        seen = await trial.run("bash", "find . -mindepth 1 | sort; sub/run; command -v python3; echo 0.5 > value.txt")
-        assert seen.stdout.split() == [b"./sub", b"./sub/run", b"7", b"/usr/bin/python3"]
+        seen = await trial.run("bash", "cat /etc/passwd; ls; sub/run; command -v python3; echo 0.5 > value.txt")
+        assert seen.stdout.split() == [b"data.bin", b"python3", b"sub", b"7", b"/usr/bin/python3"]
         assert (await trial.run("python", "import sys; print(sys.executable)")).stdout.strip() == b"/usr/bin/python3"
         assert (await trial.grade())["reward"] == 0.5
     monkeypatch.setattr("services.environment_server.trials.SAVED_BYTES", 5)
