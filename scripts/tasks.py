@@ -17,7 +17,7 @@ from rich.text import Text
 
 from services.core import logs, machine
 from services.core.errors import EXIT_FAILED, DependencyLostError
-from services.data_server.harbor import checks_file, read_checks, read_tasks
+from services.data_server.harbor import TaskRefusedError, checks_file, read_checks, read_tasks
 from services.data_server.settings import HARBOR
 from services.environment_server.harbor import HarborTasks, load
 from services.environment_server.settings import EnvironmentSettings
@@ -42,7 +42,7 @@ def main(
     dataset = f"{HARBOR}{directory}"
     checks = asyncio.run(_check(dataset, jobs, again=again))
     _, refused = read_tasks(dataset)
-    _print(checks, {name: error.kind for name, error in refused.items()}, dataset)
+    _print(checks, refused, dataset)
     if refused or not all(check.passes for check in checks):
         raise typer.Exit(EXIT_FAILED)
 
@@ -79,7 +79,7 @@ async def _attempt(tasks: HarborTasks, number: int, dataset: str, checks: dict[i
         file.write(json.dumps(asdict(check)) + "\n")
 
 
-def _print(checks: list[Check], refused: dict[str, str], dataset: str) -> None:
+def _print(checks: list[Check], refused: dict[str, TaskRefusedError], dataset: str) -> None:
     console = Console()
     table = Table("task", "solution", "nothing", "passes", "why not, weaknesses, notes", title_justify="left")
     for check in checks:
@@ -87,9 +87,11 @@ def _print(checks: list[Check], refused: dict[str, str], dataset: str) -> None:
         numbers = (" ".join("-" if one is None else f"{one:g}" for one in of) for of in (check.oracle, check.nothing))
         verdict = "[green]yes[/]" if check.passes else "[red]no[/]"
         table.add_row(Text(check.task), *numbers, verdict, Text("; ".join(filter(None, said))))
-    for name, reason in refused.items():
-        table.add_row(Text(name), "", "", "[red]no[/]", Text(f"cannot be done: {reason}"))
+    for name, error in refused.items():
+        table.add_row(Text(name), "", "", "[red]no[/]", Text(f"cannot be done: {error}"))
     console.print(table)
-    counts = Counter("pass" if check.passes else check.reason for check in checks) + Counter(refused.values())
+    counts = Counter("pass" if check.passes else check.reason for check in checks) + Counter(
+        error.kind for error in refused.values()
+    )
     console.print(", ".join(f"{count} {reason}" for reason, count in counts.items()), highlight=False)
     console.print(f"verdicts are in {checks_file(dataset)}", highlight=False, soft_wrap=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer import Option
 
 from local_runner import skypilot, spec
@@ -128,7 +128,7 @@ def _gibibytes(size: str) -> int:
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*header, box=None, pad_edge=False, header_style="")
+    table = Table(*(Column(name, overflow="fold") for name in header), box=None, pad_edge=False, header_style="")
     for row in rows:
         table.add_row(*row)
     Console(width=WIDTH, markup=False, highlight=False).print(table)
@@ -169,6 +169,8 @@ def start(files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool
             raise ConfigurationError(f"SkyPilot refuses it: {error}; try `sky check kubernetes` and `sky api info`")
         elif dry_run:
             print("SkyPilot's loader accepts it")
+    else:
+        print(f"SkyPilot is not installed, so its loader has not checked it: {skypilot.INSTALL}")
     if job is None:
         _print_commands(files, secrets)
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 import yaml
 
@@ -11,7 +12,7 @@ from local_runner.checks import Loaded
 from services.core.endpoints import ENVIRONMENT_SERVERS_VARIABLE, Task
 from services.core.errors import ConfigurationError
 from services.data_server.harbor import Task as HarborTask
-from services.data_server.harbor import datasets_of, read_checks, read_tasks
+from services.data_server.harbor import datasets_of, passed_tasks
 from services.data_server.settings import DataSettings
 from services.environment_server.settings import EnvironmentSettings
 
@@ -31,55 +32,51 @@ config:
               procMount: Unmasked"""
 
 
-def images_of(loaded: Sequence[Loaded], text: str, most: int) -> list[str]:
-    """Return the images of the tasks that a run trains on or evaluates, but for those with a tree of SANDBOX_TREES.
-
-    Args:
-        loaded: the settings of all tasks of the job group.
-        text: the job group's YAML.
-        most: the images that may have nodes.
+def tasks_of(loaded: Sequence[Loaded]) -> list[HarborTask]:
+    """Return the tasks in Harbor's format that a run trains on or evaluates.
 
     Raises:
-        ConfigurationError: they are more, no task of a dataset has passed ``grpo tasks check``, or a task has no box in
-            a pod.
+        ConfigurationError: no task of a dataset has passed ``grpo tasks check``.
     """
-    tasks: dict[str, HarborTask] = {}
-    trees: set[str] = set()
-    for _, _, settings in loaded:
-        if isinstance(settings, DataSettings):
-            tasks |= {task.digest: task for dataset in datasets_of(settings) for task in _passed(dataset)}
-        elif isinstance(settings, EnvironmentSettings):
-            trees |= settings.sandbox_trees.keys()
-            if settings.sandbox_image:
-                raise ConfigurationError("SANDBOX_IMAGE follows from the images of the tasks; leave it out")
-    tasks = {digest: task for digest, task in tasks.items() if task.image not in trees}
-    if homeless := [task.name for task in tasks.values() if {"/", HOME_OF_PODS}.intersection(task.own_places)]:
+    data = [settings for _, _, settings in loaded if isinstance(settings, DataSettings)]
+    datasets = dict.fromkeys(dataset for settings in data for dataset in datasets_of(settings))
+    return [task for dataset in datasets for task in passed_tasks(dataset)[0]]
+
+
+def images_of(tasks: Sequence[HarborTask], loaded: Sequence[Loaded], text: str, most: int) -> Counter[str]:
+    """Return the number of tasks by image, but for the images with a tree of SANDBOX_TREES.
+
+    Args:
+        tasks: what ``tasks_of`` returned.
+        loaded: the settings of all tasks of the job group.
+        text: the job group's YAML.
+        most: the images that may have pods.
+
+    Raises:
+        ConfigurationError: they are more, or a task has no box in a pod.
+    """
+    servers = [settings for _, _, settings in loaded if isinstance(settings, EnvironmentSettings)]
+    tasks = [task for task in tasks if not any(task.image in own.sandbox_trees for own in servers)]
+    if tasks and any(own.sandbox_image for own in servers):
+        raise ConfigurationError("SANDBOX_IMAGE follows from the images of the tasks; leave it out")
+    if homeless := [task.name for task in tasks if HOME_OF_PODS in task.own_places]:
         raise ConfigurationError(
             f"programs of {', '.join(homeless)} write to {HOME_OF_PODS}, where pods have this project; give them "
             "another working directory, or leave them out by a list file"
         )
-    images = sorted({task.image for task in tasks.values()})
+    images = Counter(sorted(task.image for task in tasks))
     if (count := len(images)) > most:
         [resources] = [document["resources"] for document in yaml.safe_load_all(text) if document["name"] == NAME]
         cpus, memory = (count * int(resources[key].rstrip("+")) for key in ("cpus", "memory"))
         raise ConfigurationError(
             f"the tasks of DATASET have {count} images, so they need {count} pods of environment-server, with {cpus} "
-            f"CPUs and {memory} GB; at most {most} are made: raise --max-images, choose tasks by a list file, or give "
-            "images a tree (SANDBOX_TREES)"
+            f"CPUs and {memory} GB; at most {most} are made: raise --max-images, choose tasks by a list file and check "
+            "that, or give images a tree (SANDBOX_TREES)"
         )
     return images
 
 
-def _passed(dataset: str) -> list[HarborTask]:
-    """Return the tasks that have passed."""
-    checks = read_checks(dataset)
-    tasks = [task for task in read_tasks(dataset)[0].values() if checks.get(task.digest, {}).get("passes")]
-    if not tasks:
-        raise ConfigurationError(f"no task of DATASET {dataset!r} has passed; run `grpo tasks check`")
-    return tasks
-
-
-def with_images(text: str, images: Sequence[str]) -> str:
+def with_images(text: str, images: Collection[str]) -> str:
     """Return a job group's YAML whose environment-servers are in the images of tasks: a task for each, of one pod.
 
     The first keeps the name, and with a single image its number of nodes; the others end with a number. Without

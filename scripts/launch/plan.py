@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,12 +12,13 @@ import yaml
 
 from local_runner import checks, nodes, skypilot, spec
 from local_runner.nodes import LocalRun
-from scripts.launch.images import images_of, with_images
+from scripts.launch.images import images_of, tasks_of, with_images
 from scripts.launch.sizes import Sizes, Tier, derive, parse_gpus
 from services.core.endpoints import Task, component_of, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
-from services.data_server.settings import DataSettings, check_file, named_files
+from services.data_server.harbor import datasets_of, passed_tasks
+from services.data_server.settings import HARBOR, DataSettings, check_file, named_files
 from services.engines.settings import RolloutSettings
 from trainer.capacity.seconds import StepSeconds
 from trainer.capacity.shape import Model, find_model
@@ -110,7 +111,9 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         group, loaded = _loaded(file, preset | given, secrets)
     counts = {(task, "num_nodes"): str(tier.nodes) for task, tier in tiers.items()}
     asked: dict[str, int | None] = {Task.TRAINER: request.trainer_nodes, Task.ROLLOUT_SERVER: request.rollout_nodes}
-    images = images_of(loaded, before, request.max_images)
+    if tasks := tasks_of(loaded):
+        trainer.total_steps(len(tasks))
+    images = images_of(tasks, loaded, before, request.max_images)
     of_options = {key: count for key, count in counts.items() if asked[key[0]]} | _images(group, request.image)
     gpus = {(task, "resources.accelerators"): f"[{', '.join(map(str, tier.choices))}]" for task, tier in tiers.items()}
     by_source: dict[str, Changes] = {
@@ -125,7 +128,7 @@ def plan_of(request: Request, options: Mapping[str, str], secrets: Mapping[str, 
         text=(text := with_images(skypilot.edited(before, changes), images)),
         sources=_sources(by_source, text, images),
         volume=sizes.volume,
-        notes=[*adapters, *_left_behind(_named_paths(loaded)), *_forecast(trainer, model, sizes, preset)],
+        notes=[*adapters, *_left_behind(loaded), *_needs(images), *_forecast(trainer, model, sizes, preset)],
     )
 
 
@@ -140,7 +143,14 @@ def _sizes(
     return found["TrainerSettings"], derive(found["TrainerSettings"], rollout, model, tiers)
 
 
-def _sources(by_source: Mapping[str, Changes], text: str, images: Sequence[str]) -> dict[tuple[str, str], str]:
+def _needs(images: Mapping[str, int]) -> Iterator[str]:
+    """Yield what the pods of images need, and how many tasks each has."""
+    if images:
+        counted = ", ".join(f"{image} ({count} task{'s'[: count != 1]})" for image, count in images.items())
+        yield f"environment-servers are in the images {counted}; each must have bash and apt-get, which was not checked"
+
+
+def _sources(by_source: Mapping[str, Changes], text: str, images: Collection[str]) -> dict[tuple[str, str], str]:
     """Return the source of each value of a job group; those that images of tasks bring are ``derived``."""
     named = {key: source for source, part in by_source.items() for key in part}
     if images:
@@ -180,6 +190,8 @@ def group_of(options: Mapping[str, str], request: Request) -> tuple[Path, dict[s
     if options.get("PUBLISH_TRANSPORT") == "local":
         raise ConfigurationError("PUBLISH_TRANSPORT=local needs trainer and engines on the same GPUs: give --colocate")
     agent, environment = request.agent or options.get("AGENT"), request.environment or options.get("ENVIRONMENT")
+    if options.get("DATASET", "").startswith(HARBOR) and not agent:
+        environment = environment or "sandbox"
     if agent and environment:
         raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
     mode = {"MODE": "async"} if request.asynchronous else {}
@@ -187,7 +199,7 @@ def group_of(options: Mapping[str, str], request: Request) -> tuple[Path, dict[s
         # It has the services of every way. A source says itself what it does not share with the others.
         named = {"ENVIRONMENT": environment} if environment else {}
         return ROOT / "jobgroups/environment.yaml", {"ROLLOUT": "completion"} | named | mode
-    if options.get("ROLLOUT") == "program":
+    if options.get("ROLLOUT") == "program" and not environment:
         return ROOT / "jobgroups/agent.yaml", {"ROLLOUT": "program", "AGENT": ""} | mode
     if agent:
         return ROOT / "jobgroups/agent.yaml", {"AGENT": agent} | mode
@@ -223,13 +235,17 @@ def _ways(options: Mapping[str, str]) -> set[str]:
 
 
 def _preset(options: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return the settings of PRESET that no option replaces.
+    """Return the settings of PRESET that no option replaces; of tasks, a batch has half of them at most.
 
     NCCL needs engines with CUDA and GPUs of their own, and groups are dropped only where nothing is learned from them.
     """
     unfit = {"PUBLISH_TRANSPORT"} if OTHER_ENGINES.intersection(options) or file == COLOCATED else set()
     unfit |= {"DROP_EQUAL_GROUPS"} if OTHER_TERMS.intersection(options) else set()
-    return {name: value for name, value in spec.env_file(PRESET).items() if name not in {*options, *unfit}}
+    preset = {name: value for name, value in spec.env_file(PRESET).items() if name not in {*options, *unfit}}
+    if (dataset := options.get("DATASET", "")).startswith(HARBOR) and "BATCH_SIZE" in preset:
+        most = max(1, len(passed_tasks(dataset)[0]) // 2)
+        preset["BATCH_SIZE"] = str(min(int(preset["BATCH_SIZE"]), most))
+    return preset
 
 
 def _tiers(text: str, request: Request) -> dict[str, Tier]:
@@ -278,13 +294,17 @@ def _named_paths(loaded: Sequence[checks.Loaded]) -> dict[str, str]:
     return named
 
 
-def _left_behind(named: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each model and file of this machine that SkyPilot does not upload."""
+def _left_behind(loaded: Sequence[checks.Loaded]) -> Iterator[str]:
+    """Yield a sentence for each model, file and directory of tasks of this machine that SkyPilot does not upload."""
+    named = {path: name for path, name in _named_paths(loaded).items() if not Path(path).is_absolute()}
+    for _, _, settings in loaded:
+        for dataset in datasets_of(settings) if isinstance(settings, DataSettings) else ():
+            named[dataset.removeprefix(HARBOR)] = "DATASET"
     ignored = [line[1:] for line in (ROOT / ".skyignore").read_text("utf-8").splitlines() if line.startswith("/")]
     for path, variable in named.items():
-        if Path(path).is_absolute() or not Path(path).exists():
+        if not Path(path).exists() or Path(path).is_relative_to("/shared"):
             continue
-        is_below = Path(path).resolve() == (ROOT / path).resolve()
+        is_below = not Path(path).is_absolute() and Path(path).resolve() == (ROOT / path).resolve()
         if not is_below or any(fnmatch(Path(path).parts[0], pattern) for pattern in ignored):
             uploads = f"SkyPilot uploads what is below {ROOT}, without what .skyignore names"
             yield f"caution: nodes do not get {variable}={path}: {uploads}; put it there, or in /shared/models/NAME"

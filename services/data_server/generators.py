@@ -27,7 +27,7 @@ from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.logs import get_logger
 from services.core.processes import describe_exit
-from services.data_server.harbor import read_checks, read_tasks
+from services.data_server.harbor import passed_tasks
 from services.data_server.settings import HARBOR, DataSettings
 from services.protocol.ground_truths import REASONING_GYM
 
@@ -238,27 +238,12 @@ def _task_tables(settings: DataSettings, refused: Counter[str]) -> Tables:
 
 
 def _task_table(dataset: str, refused: Counter[str]) -> pa.Table:
-    tasks, reasons = read_tasks(dataset)
-    checks = read_checks(dataset)
-    left_out = {name: (f"cannot be done: {error.kind}", str(error)) for name, error in reasons.items()}
-    rows = []
-    for number, task in tasks.items():
-        check = checks.get(task.digest)
-        if check is None or not check.get("passes"):
-            why = "was not checked" if check is None else f"did not pass: {check.get('reason')}"
-            left_out[task.name] = (why, "" if check is None else str(check.get("detail", "")))
-            continue
-        row = {"question": task.steps[0].instruction, "ground_truth": str(number), "category": task.category}
-        rows.append(row)
-    for name, (reason, detail) in left_out.items():
-        refused[reason] += 1
-        log.warning("a task is left out", task=name, reason=reason, detail=detail or None)
-    if not rows:
-        counted = Counter(reason for reason, _ in left_out.values())
-        why = ", ".join(f"{count} {reason}" for reason, count in counted.items())
-        raise ConfigurationError(
-            f"no task of DATASET {dataset!r} has passed ({why}); run `grpo tasks check {dataset.removeprefix(HARBOR)}`"
-        )
+    tasks, left_out = passed_tasks(dataset)
+    refused.update(left_out.values())
+    rows = [
+        {"question": task.steps[0].instruction, "ground_truth": str(task.number), "category": task.category}
+        for task in tasks
+    ]
     return pa.Table.from_pylist(rows, _TASK_SCHEMA)
 
 

@@ -15,6 +15,7 @@ import re
 import shlex
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,10 @@ from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, BeforeV
 
 from services.core.errors import ConfigurationError
 from services.core.files import read_from, read_records
+from services.core.logs import get_logger
 from services.data_server.settings import HARBOR, DataSettings
+
+log = get_logger(__name__)
 
 CHECKS = "tasks-check.jsonl"
 """The file beside the tasks into which ``grpo tasks check`` writes its verdicts."""
@@ -483,3 +487,30 @@ def read_checks(dataset: str) -> dict[str, dict[str, Any]]:
     path = checks_file(dataset)
     with read_from(path):
         return {record["digest"]: record for record in read_records(path)}
+
+
+def passed_tasks(dataset: str) -> tuple[list[Task], dict[str, str]]:
+    """Return the tasks that have passed ``grpo tasks check``, and why others are left out by their names.
+
+    Raises:
+        ConfigurationError: there is no task, or none has passed.
+    """
+    tasks, refused = read_tasks(dataset)
+    checks, passed = read_checks(dataset), list[Task]()
+    left_out = {name: (f"cannot be done: {error.kind}", str(error)) for name, error in refused.items()}
+    for task in tasks.values():
+        check = checks.get(task.digest)
+        if check is not None and check.get("passes"):
+            passed.append(task)
+        else:
+            why = "was not checked" if check is None else f"did not pass: {check.get('reason')}"
+            left_out[task.name] = (why, "" if check is None else str(check.get("detail", "")))
+    for name, (reason, detail) in left_out.items():
+        log.warning("a task is left out", task=name, reason=reason, detail=detail or None)
+    reasons = {name: reason for name, (reason, _) in left_out.items()}
+    if not passed:
+        why = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).items())
+        raise ConfigurationError(
+            f"no task of DATASET {dataset!r} has passed ({why}); run `grpo tasks check {dataset.removeprefix(HARBOR)}`"
+        )
+    return passed, reasons

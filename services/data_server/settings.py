@@ -187,7 +187,8 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
     """
     if not is_path(settings.dataset):
         if generator_of(settings.dataset) is None and os.path.isdir(settings.dataset):
-            raise ConfigurationError(f"DATASET {settings.dataset!r} is a directory in {Path.cwd()}; name a file in it")
+            remedy = f"name a file in it, or {HARBOR}{settings.dataset} if it has tasks"
+            raise ConfigurationError(f"DATASET {settings.dataset!r} is a directory in {Path.cwd()}; {remedy}")
         if settings.dataset_test is not None and generator_of(settings.dataset) != HARBOR:
             raise ConfigurationError(
                 f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is not a file; "

@@ -175,6 +175,7 @@ class Trial:
         if self.verdicts:
             await self.run("bash", f"rm -rf {SOLUTION}/*")
         files = _below(step.solution, SOLUTION)
+        files.executable.add(f"{SOLUTION}/solve.sh")  # as Harbor has it
         variables = {"DEBIAN_FRONTEND": "noninteractive"} | self.task.solution_environment
         limits = self.limits._replace(cpu_seconds=self.limits.seconds)
         return await self.exec([f"{SOLUTION}/solve.sh"], files, limits, variables)

@@ -405,7 +405,7 @@ def _tasks_of_images(folder: Path, *images: str) -> tuple[str, ...]:
     pass_checks(folder)
     write_task(folder / "unchecked", {"environment/Dockerfile": "FROM unchecked\nWORKDIR /app\n"})
     given = (f"DATASET=harbor:{folder}", "SANDBOX=bwrap", "DATASET_HELD_OUT=0.2", 'SANDBOX_TREES={"tree": "/tree"}')
-    return ("--model", "0.5B", "--environment", "sandbox", *(part for one in given for part in ("--env", one)))
+    return ("--model", "0.5B", *(part for one in given for part in ("--env", one)))
 
 
 def test_each_image_of_the_tasks_has_an_environment_server_of_its_own(tmp_path: Path) -> None:
@@ -426,7 +426,11 @@ def test_each_image_of_the_tasks_has_an_environment_server_of_its_own(tmp_path: 
     assert {task["envs"]["JOBGROUP_ENVIRONMENT_SERVERS"] for task in tasks.values()} == {2}
     group = spec.load(tmp_path / "out/jobgroup.yaml")
     assert [task.components for task in group.tasks if task.name in servers] == [["environment-server"]] * 2
-    assert "example.org/a:1" in output
+    assert all(part in output for part in ("debian:12 (2 tasks)", "example.org/a:1 (1 task)", f"DATASET={tmp_path}"))
+    assert tasks["ppo-trainer"]["envs"]["BATCH_SIZE"] == 2, "half of the tasks"
+    (tmp_path / "none").mkdir()
+    few = ("--env", "BATCH_SIZE=99", "--env", "ROLLOUT=program", "--env", "AGENT_COMMAND=true")
+    assert "not one step" in refused(tmp_path / "none", *options, *few)
 
 
 def test_one_image_keeps_the_number_of_nodes_and_too_many_are_refused_with_their_size(tmp_path: Path) -> None:
