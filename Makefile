@@ -9,7 +9,7 @@ PIP = PYTHONWARNINGS="ignore:Editable installation" $(RUN) -m pip install --disa
 export PYTHONDONTWRITEBYTECODE :=
 # The same torch everywhere but on GPU nodes, where jobgroup.yaml says which.
 TORCH ?= torch==2.13.0
-# More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
+# More options for the demo, such as: make demo DEMO="--env MAX_STEPS=30"
 DEMO ?=
 # Processes that run the tests; 0: this one alone.
 WORKERS ?= 3

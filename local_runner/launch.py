@@ -18,6 +18,7 @@ from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from services.core.files import read_from, read_object, write_json
 from services.core.settings import SECRET
+from services.data_server.settings import HARBOR
 
 if TYPE_CHECKING:
     from trainer.config import TrainerSettings
@@ -126,15 +127,19 @@ def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exi
         exit_code: the run's exit code.
     """
     directory, again = shown_path(run.run_dir), launch
+    # Functions of the script that started the run are there.
+    own = [f"PYTHONPATH={directory}/inputs"] if any((run.run_dir / "inputs").glob("*.py")) else []
     purpose = ""
     commands = [("look at it", shlex.join([grpo_command(), "view", directory]))]
     has_checkpoint = any((run.run_dir / "checkpoints").glob("*"))
     if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
         settings = trainer_settings(run)
-        # Episodes of an environment need the run's environment-servers, which only a run starts.
-        if any(Task.ENVIRONMENT_SERVER not in own.way.services for own in settings.by_source().values()):
+        # Of environments, only those of tasks are evaluated without the run's environment-servers.
+        ways = [one.way.services for one in settings.by_source().values()]
+        has_tasks = any(task.environment.get("DATASET", "").startswith(HARBOR) for task in run.group.tasks)
+        if has_tasks or any(Task.ENVIRONMENT_SERVER not in services for services in ways):
             given = [*_repeated("--env-file", launch.env_files), *_repeated("--env", launch.recorded_env)]
-            evaluate = [grpo_command(), "evaluate", "--model", f"{directory}/model", *given]
+            evaluate = [*own, grpo_command(), "evaluate", "--model", f"{directory}/model", *given]
             commands.append(("evaluate", shlex.join(evaluate)))
         chat = shlex.join([grpo_command(), "chat", directory])
         commands.append(("chat with it and with the model it began as", chat))
@@ -146,7 +151,7 @@ def next_commands(run: LocalRun, launch: Launch, summary: Mapping[str, Any], exi
         purpose = "resume" if has_checkpoint else "start again"
         purpose += ", after the correction" if exit_code == EXIT_CONFIGURATION else ""
     if purpose:
-        commands.append((purpose, shlex.join(again.again(run.run_id))))
+        commands.append((purpose, shlex.join([*own, *again.again(run.run_id)])))
     return commands
 
 

@@ -156,7 +156,8 @@ class Plan:
         if data is not None and data.sources is None:
             yield "data", f"{data.dataset}{_found(self._rows)}"
         if reward is not None and reward.sources is None:
-            yield "reward", reward.reward_fn
+            has_tasks = data is not None and generator_of(data.dataset) == HARBOR
+            yield "reward", "the tests of the tasks" if has_tasks else reward.reward_fn
         if data is not None and data.sources is not None:
             yield from (("source", line) for line in data.of_sources(self._source_line).values())
         if trainer is not None:

@@ -21,6 +21,7 @@ from local_runner.status import RunName
 from services.core import logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.core.files import read_records
 from services.run_page.directory import Run, all_runs, find_run
 
 CONFIG = "config.json"
@@ -45,6 +46,8 @@ def main(
     console = Console(markup=False, highlight=False)
     console.print(f"loading {titles[0]} and {titles[1]}; then each line that you give is a prompt")
     console.print(f"an answer ends after {longest} tokens at the latest; --max-new-tokens sets another limit")
+    for record in read_records(found.path / "samples.jsonl")[:1]:
+        console.print(f"a prompt of the run: {record['prompt']!r}", soft_wrap=True)
     both = [ChatModel(model, found.settings(Task.DATA_SERVER)) for model in (start, result)]
     with ThreadPoolExecutor(len(both)) as threads:
         for line in lines():
