@@ -140,7 +140,8 @@ class Task(BaseModel, frozen=True):
     digest: str
     """The digest of the names, contents and modes of all of its files."""
     image: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", validation_alias=_in_toml("environment.docker_image", "image")
+        pattern=r"^[a-z0-9][a-z0-9._/:-]*(:\w[\w.-]*)?(@sha256:[0-9a-f]{64})?$",
+        validation_alias=_in_toml("environment.docker_image", "image"),
     )
     """The image that has its programs: docker_image, or else what its Dockerfile begins with."""
     is_built: bool
