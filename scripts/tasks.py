@@ -17,8 +17,9 @@ from rich.text import Text
 
 from services.core import logs, machine
 from services.core.errors import EXIT_FAILED, DependencyLostError
-from services.data_server.harbor import TaskRefusedError, checks_file, read_checks, read_tasks
+from services.data_server.harbor import TaskRefusedError
 from services.data_server.settings import HARBOR
+from services.data_server.task_sets import checks_file, read_checks, read_tasks
 from services.environment_server.harbor import HarborTasks, load
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.task_checks import Check, check_task, conditions
@@ -52,6 +53,8 @@ async def _check(dataset: str, jobs: int, *, again: bool) -> list[Check]:
     settings = EnvironmentSettings.load()
     rewards = RewardSettings.load().without_sources(reward_fn="code", accuracy_fn=None)
     tasks = await load([dataset], settings, rewards.model_copy(update={"reward_workers": jobs}))
+    if images := {task.image for task in tasks.tasks.values() if tasks.root_of(task.image) is None}:
+        print(f"boxes have this machine's programs, not those of {', '.join(sorted(images))} (SANDBOX_TREES)")
     known = {} if again else read_checks(dataset)
     checks = {}
     for number, task in tasks.tasks.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from services.data_server.harbor import checks_file, read_tasks
+from services.data_server.task_sets import checks_file, read_tasks
 
 TASKS = Path(__file__).parents[1] / "examples/tasks"
 TOML = '[environment]\nnetwork_mode = "no-network"\nworkdir = "/app"\n'

@@ -12,8 +12,8 @@ from local_runner.checks import Loaded
 from services.core.endpoints import ENVIRONMENT_SERVERS_VARIABLE, Task
 from services.core.errors import ConfigurationError
 from services.data_server.harbor import Task as HarborTask
-from services.data_server.harbor import datasets_of, passed_tasks
 from services.data_server.settings import DataSettings
+from services.data_server.task_sets import datasets_of, passed_tasks
 from services.environment_server.settings import EnvironmentSettings
 
 NAME = Task.ENVIRONMENT_SERVER.value

@@ -17,8 +17,8 @@ from scripts.launch.sizes import Sizes, Tier, derive, parse_gpus
 from services.core.endpoints import Task, component_of, is_colocated
 from services.core.errors import ConfigurationError
 from services.core.sources import load_sources
-from services.data_server.harbor import datasets_of, passed_tasks
 from services.data_server.settings import HARBOR, DataSettings, check_file, named_files
+from services.data_server.task_sets import datasets_of, passed_tasks
 from services.engines.settings import RolloutSettings
 from trainer.capacity.seconds import StepSeconds
 from trainer.capacity.shape import Model, find_model

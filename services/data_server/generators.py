@@ -27,8 +27,8 @@ from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.logs import get_logger
 from services.core.processes import describe_exit
-from services.data_server.harbor import passed_tasks
 from services.data_server.settings import HARBOR, DataSettings
+from services.data_server.task_sets import passed_tasks
 from services.protocol.ground_truths import REASONING_GYM
 
 log = get_logger(__name__)

@@ -33,7 +33,8 @@ from services.clients.environment import MISDIRECTED
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import Stopwatch, in_background
-from services.data_server.harbor import FIRST_NUMBER, Task, read_tasks
+from services.data_server.harbor import FIRST_NUMBER, Task
+from services.data_server.task_sets import read_tasks
 from services.environment_server.environments import (
     ActionRefusedError,
     Conversation,
@@ -246,7 +247,6 @@ class ProgramEpisode(Conversation):
             # Its client ends it earlier, by AGENT_SECONDS without the time of the model's calls.
             seconds=3 * request.seconds,
             memory_mb=self._tasks.limits.memory_mb + (program.harness.memory_mb if isinstance(program, Preset) else 0),
-            is_resident=True,
             processes=PROCESSES,
         )
         python = self._tasks.interpreter_of(self._task.image).program

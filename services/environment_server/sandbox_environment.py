@@ -22,8 +22,8 @@ from services.core.errors import ConfigurationError, DependencyLostError, first_
 from services.core.tasks import in_background
 from services.data_server import dataset_rows
 from services.data_server.dataset_rows import Rows
-from services.data_server.harbor import datasets_of
 from services.data_server.settings import DataSettings
+from services.data_server.task_sets import datasets_of
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Transition, text_of
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.chat import CalledFunction

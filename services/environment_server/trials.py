@@ -132,7 +132,8 @@ class Trial:
         """The limits of a program in this box."""
         ours, task = self._tasks.limits, self.task
         memory, disk = task.memory_mb or ours.memory_mb, task.disk_mb or ours.disk_mb
-        return ours._replace(memory_mb=min(memory, ours.memory_mb), disk_mb=min(disk, ours.disk_mb))
+        # Programs of Node.js or Java reserve much more than they use, and a container's limit is on what they use.
+        return ours._replace(memory_mb=min(memory, ours.memory_mb), disk_mb=min(disk, ours.disk_mb), is_resident=True)
 
     @property
     def own_environment(self) -> dict[str, str]:

@@ -12,8 +12,8 @@ import typer
 
 from scripts import tasks
 from services.data_server import dataset_rows
-from services.data_server.harbor import read_checks
 from services.data_server.settings import DataSettings
+from services.data_server.task_sets import read_checks
 from tests.tasks import write_task
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server import dataset_rows
-from services.data_server.harbor import FIRST_NUMBER, Task, TaskRefusedError, checks_file, read_task, read_tasks
+from services.data_server.harbor import FIRST_NUMBER, Task, TaskRefusedError, read_task
 from services.data_server.settings import DataSettings
+from services.data_server.task_sets import checks_file, read_tasks
 from tests.tasks import TASKS, TOML, write_task
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.data_server.harbor import datasets_of, read_task, read_tasks
+from services.data_server.harbor import read_task
 from services.data_server.settings import DataSettings
+from services.data_server.task_sets import datasets_of, read_tasks
 from services.environment_server import harbor
 from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.harbor import HarborTasks
