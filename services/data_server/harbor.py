@@ -2,8 +2,8 @@
 
 A task is a directory with task.toml, instruction.md, environment/, tests/ and solution/, or with steps/NAME/ in place
 of the instruction. Schemas 1.0 to 1.4 are read with their older spellings, and a Dockerfile as far as it needs no
-build, or somebody has built it (docker_image). What a box cannot do is refused by task, with the file, the key and the reason.
-``services.environment_server.harbor`` runs what is read here.
+build, or somebody has built it (docker_image). What a box cannot do is refused by task, with the file, the key and
+the reason. ``services.environment_server.harbor`` runs what is read here.
 """
 
 from __future__ import annotations
