@@ -41,6 +41,7 @@ _DESCRIBE = (
 )
 _VARIABLES = "/etc/profile.d/container_env_var.sh"
 """The file into which SkyPilot writes the variables of a pod, which may be secrets."""
+_EMPTY = str(ROOT / "services/py.typed")
 _SANDBOX = str(ROOT / "services/sandbox")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _COPIES = Path("/var/tmp")
@@ -337,7 +338,7 @@ def _bubblewrap(interpreter: Interpreter, disk_mb: int, layout: Layout | None) -
         source = f"{interpreter.tree}{path}" if interpreter.tree and path != _SANDBOX else path
         arguments += ["--ro-bind", source, path]
     if interpreter.search and os.path.exists(_VARIABLES):
-        arguments += ["--ro-bind", "/dev/null", _VARIABLES]
+        arguments += ["--ro-bind", _EMPTY, _VARIABLES]
     arguments += ["--dev", "/dev", *(["--proc", "/proc"] if layout and layout.has_processes else [])]
     if disk_mb and layout is None:
         arguments += ["--perms", "0777", "--size", str(disk_mb * 2**20), "--tmpfs", BOX]
