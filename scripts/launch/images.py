@@ -18,6 +18,7 @@ from services.environment_server.settings import EnvironmentSettings
 
 NAME = Task.ENVIRONMENT_SERVER.value
 HOME_OF_PODS = "/root"
+"""The directory in which pods have this project."""
 POD = """
 config:
   kubernetes:
@@ -59,9 +60,9 @@ def images_of(tasks: Sequence[HarborTask], loaded: Sequence[Loaded], text: str, 
     tasks = [task for task in tasks if not any(task.image in own.sandbox_trees for own in servers)]
     if tasks and any(own.sandbox_image for own in servers):
         raise ConfigurationError("SANDBOX_IMAGE follows from the images of the tasks; leave it out")
-    if homeless := [task.name for task in tasks if HOME_OF_PODS in task.own_places]:
+    if in_home := [task.name for task in tasks if HOME_OF_PODS in task.own_places]:
         raise ConfigurationError(
-            f"programs of {', '.join(homeless)} write to {HOME_OF_PODS}, where pods have this project; give them "
+            f"programs of {', '.join(in_home)} write to {HOME_OF_PODS}, where pods have this project; give them "
             "another working directory, or leave them out by a list file"
         )
     images = Counter(sorted(task.image for task in tasks))

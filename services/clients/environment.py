@@ -157,7 +157,7 @@ class EnvironmentClient:
         """
         self._searches = servers is None
         self._nodes = {server.url: server for server in servers or ()}
-        """The servers by the names of their nodes, where these are found by name."""
+        """The servers' addresses, by the names of their nodes where these are searched for, else by URL."""
         self._token = token
         self.deadline = deadline
         self._servers: dict[str, EnvironmentServer] = {}
@@ -206,14 +206,13 @@ class EnvironmentClient:
             servers = await self.servers()
             are_healthy = await asyncio.gather(*(server.is_healthy() for server in servers))
             healthy = {server.url for server, is_healthy in zip(servers, are_healthy, strict=True) if is_healthy}
-            nodes = [node for node, address in self._nodes.items() if address.url in healthy]
-            up = {node.rpartition("-")[0] for node in nodes}
+            up = {node.rpartition("-")[0] for node, address in self._nodes.items() if address.url in healthy}
             silent = [name for name in task_names(self.task) if name not in up] if self._searches or not up else []
             if not silent:
                 return
             if time.monotonic() > end:
                 urls = ", ".join(server.url for server in servers if server.url not in healthy)
-                reason = f"{urls}; see their logs" if urls else _none_found()
+                reason = f"{urls}; see their logs" if urls else _none_found(silent[0])
                 raise DependencyLostError(f"no {', '.join(silent)} is healthy after {deadline_seconds:g} s: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
 
@@ -388,14 +387,14 @@ def differences(actual: wire.EnvironmentInfo, expected: wire.EnvironmentInfo) ->
     return ", ".join(f"its environment has {name} {a!r} instead of {b!r}" for name, a, b in values if a != b)
 
 
-def _none_found() -> str:
-    """Return why ``find_servers`` found no server, and what to do.
+def _none_found(task: str = Task.ENVIRONMENT_SERVER.value) -> str:
+    """Return why ``find_servers`` found no server of a task, and what to do.
 
     Raises:
         ConfigurationError: JOBGROUP_ENDPOINTS has none.
     """
-    first = endpoint(Task.ENVIRONMENT_SERVER).host
-    return f"no server's name resolves, {first} included; see whether the task {Task.ENVIRONMENT_SERVER.value} runs"
+    first = endpoint(Task.ENVIRONMENT_SERVER, name=task).host
+    return f"no server's name resolves, {first} included; see whether the task {task} runs"
 
 
 async def find_servers(known: Collection[str] = (), task: Task = Task.ENVIRONMENT_SERVER) -> dict[str, Endpoint]:

@@ -157,7 +157,7 @@ class Task(BaseModel, frozen=True):
 
     @property
     def own_places(self) -> tuple[str, ...]:
-        """The places that no other task need have."""
+        """The working directory, and those of COPY and artifacts: not the places that every task has."""
         return tuple(place for place in self.places if place not in _WRITABLE)
 
     @property
